@@ -225,6 +225,8 @@ def attend(
     if options.get("cu_seq_lens_q") is not None:
         kept = _packed(kept, query, n_keys, options)
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
+        if getattr(module, "compressor", None) is not None:
+            raise ValueError(f"pattern: expected None for a layer with compressed keys, got {of_layer!r}")
         kept = intersected(kept, of_layer, query, n_keys)
     if indices is not None:
         kept = kept._replace(pattern=kept.pattern & Chosen(indices.unsqueeze(1)))

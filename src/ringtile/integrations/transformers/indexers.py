@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +13,82 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ringtile.adaptive import index_topk
-from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier
-from ringtile.patterns import Causal, Chosen
+from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier, is_streamed
+from ringtile.patterns import Causal, Chosen, Pattern
+from ringtile.patterns.facts import key_bounds
+
+
+@dataclass(frozen=True, eq=False)
+class _Before(Pattern):
+    """Query i keeps the keys before ``ends[b, i]``."""
+
+    ends: Tensor
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key < self.ends[0, query]
+
+    @property
+    def batch_size(self) -> int | None:
+        return len(self.ends) if len(self.ends) > 1 else None
+
+    def batch_row(self, batch: int) -> Pattern:
+        return _Before(self.ends[batch : batch + 1]) if len(self.ends) > 1 else self
+
+
+class _Visible(Tensor):
+    """The keys that the queries of GLM-5.3-Flash see, bool ``[B, Nq, Nk]`` without memory."""
+
+    at: Tensor
+    """The position of each query."""
+    valid: Tensor | None = None
+    """bool ``[B, Nk]``."""
+    pool_ends: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        x, name, valid = args[0], func.__name__.strip("_"), args[0].valid
+        if name == "and" and valid is None:
+            return _visible(x.at, args[1][:, 0])
+        if name == "and" and x.pool_ends is not None:
+            keep = args[1][:, 0] & valid.gather(1, x.pool_ends)
+            # Pools that are no choice have any end.
+            ends = torch.where(keep, x.pool_ends, 0).cummax(1).values
+            n_ended = torch.searchsorted(ends, x.at.expand(len(ends), -1).contiguous(), right=True)
+            return carrier(KeptPairs(_Before(n_ended), 0, keep, 0), len(ends), len(x.at), ends.shape[1], x.device)
+        if name == "gather" and kwargs is not None:
+            index: Tensor = kwargs["index"]
+            if index.stride(1) == 0:
+                # The last key of each pool, the same for all queries.
+                return _visible(x.at, valid, index[:, 0])
+            return valid.gather(1, index.flatten(1)).view_as(index) & (index <= x.at[:, None])
+        if name == "long":
+            return x
+        if name == "sum":
+            return valid.long().cumsum(1)[:, x.at]
+        if name == "get":
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise ValueError(f"indexer: expected the steps of GLM-5.3-Flash's, got {name}; use attn_implementation='eager'")
+
+
+def _visible(at: Tensor, valid: Tensor | None = None, pool_ends: Tensor | None = None) -> _Visible:
+    batch, n_keys = (1, 0) if valid is None else valid.shape
+    found = torch.zeros((), dtype=torch.bool, device=at.device).expand(batch, len(at), n_keys).as_subclass(_Visible)
+    found.at, found.valid, found.pool_ends = at, valid, pool_ends
+    return found
 
 
 class _Streamed(TorchFunctionMode):
     """Runs an indexer as it is written, but for the scores of all pairs: they stay shapes until it asks for the best.
 
-    The scores are ``sum_h w_h * relu(q_h @ k)``, in transformers' steps: matmul, scale, relu, matmul, mask, topk.
+    The scores are ``sum_h w_h * relu(q_h @ k)``, in transformers' steps: matmul, scale, relu, matmul, mask, topk. Or
+    weights and sum in place of the second matmul.
     """
 
-    def __init__(self, kept: KeptPairs) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept: KeptPairs | None = None
         self.scores: Tensor | None = None
         self.relu = False
         self.query = self.key = self.weights = torch.empty(0)
@@ -32,15 +96,27 @@ class _Streamed(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, name = kwargs or {}, func.__name__
-        if name == "__invert__" and isinstance(args[0], PatternMask):
+        kwargs, name = kwargs or {}, func.__name__.strip("_")
+        if name == "invert" and isinstance(args[0], PatternMask):
             return args[0]
+        if name == "le" and args[0].shape[:2] == (1, 1) and args[1].shape[::2] == (1, 1):
+            return _visible(args[1].flatten())
+        if name == "gather" and isinstance(args[0], PatternMask):
+            # Of what was chosen, -1 is none.
+            return args[2] >= 0
+        if self.scores is not None and name == "ge" and args[0].shape == (1, 1, self.scores.shape[-1]):
+            # The entries that have ended, by number.
+            kept = KeptPairs(_Before(args[1].squeeze(-1)), 0, None, 0)
+            return carrier(kept, len(args[1]), args[1].shape[1], self.scores.shape[-1], self.scores.device)
         if self.scores is None and name == "matmul":
             self.query, self.key = args
             return self._scores(*self.query.shape[:3], self.key.shape[3])
-        if self.scores is None or all(x is not self.scores for x in args) or name == "__get__":
+        if self.scores is None or all(x is not self.scores for x in args) or name == "get":
             return func(*args, **kwargs)
         match name:
+            case "mul" if isinstance(args[1], Tensor):
+                self.weights = args[1].squeeze(3).transpose(1, 2)
+                return self.scores
             case "mul" if args[1] > 0:
                 return self.scores
             case "relu":
@@ -51,17 +127,23 @@ class _Streamed(TorchFunctionMode):
                 return self._scores(*self.scores.shape[:2], 1, self.scores.shape[3])
             case "squeeze":
                 return self._scores(*self.scores.shape[:2], self.scores.shape[3])
+            case "sum" if self.scores.dim() == 4 and kwargs == {"dim": 2}:
+                return self._scores(*self.scores.shape[:2], self.scores.shape[3])
             case "masked_fill" if isinstance(args[1], PatternMask):
+                self.kept = args[1].kept
                 return self.scores
-            case "topk":
+            case "topk" if self.kept is not None:
                 rule: dict[str, Any] = {
                     "pattern": self.kept.pattern,
                     "start": self.kept.start,
                     "key_mask": self.kept.key_mask,
                 }
                 query, key = self.query.transpose(1, 2), self.key.mT
+                self.scores = None
+                if not args[1]:
+                    return SimpleNamespace(indices=query.new_empty(*query.shape[::2], 0, dtype=torch.int64))
                 found = index_topk(query, key, args[1], weights=self.weights, relu=self.relu, **rule)
-                return SimpleNamespace(indices=found[:, 0])
+                return SimpleNamespace(indices=found[:, 0].long())
         raise ValueError(
             f"indexer: expected the scores of DeepSeek-V3.2's, got {name}; use attn_implementation='eager'"
         )
@@ -75,10 +157,9 @@ class _Streamed(TorchFunctionMode):
 def _choose_tokens(indexer: nn.Module, *given: Any, **named: Any) -> Any:
     """Run an indexer of DeepSeek's kind."""
     own = partial(type(indexer).forward, indexer, *given, **named)
-    masks = [x for x in (*given, *named.values()) if isinstance(x, PatternMask)]
-    if not masks:
+    if not any(isinstance(x, PatternMask) for x in (*given, *named.values())):
         return own()
-    with _Streamed(masks[0].kept):
+    with _Streamed():
         return own()
 
 
@@ -103,6 +184,142 @@ def _choose_blocks(
     return index_topk(query, key, n, pattern=Causal(), start=position_ids, **how)
 
 
+@torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]
+def _choose_pools(indexer: Any, hidden_states: Tensor, **named: Any) -> Any:
+    """Run the indexer of GLM-5.3-Flash. One query has few scores."""
+    own = partial(type(indexer).forward, indexer, hidden_states, **named)
+    if hidden_states.shape[1] == 1 or not is_streamed(indexer.config):
+        return own()
+    with _Streamed():
+        return own()
+
+
+class _Unbiased(TorchFunctionMode):
+    """Runs a compressor of DeepSeek-V4 as it is written, but for its mask of all entries ``[B, 1, Nq, entries]``."""
+
+    def __init__(self, n_queries: int) -> None:
+        super().__init__()
+        self.n_queries = n_queries
+        self.mask: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__.strip("_")
+        if name == "new_full":
+            (batch, *_, n_entries, _), size = args[0].shape, tuple(args[1])
+            if args[0].dim() == 4 and size == (batch, 1, self.n_queries, n_entries + 1):
+                self.mask = carrier(KeptPairs(Causal(), 0, None, 0), batch, self.n_queries, n_entries, args[0].device)
+                return self.mask
+        if self.mask is None or args[0] is not self.mask:
+            return func(*args, **(kwargs or {}))
+        if name == "scatter" and args[1] == -1:
+            n_entries = self.mask.shape[3]
+            chosen = Chosen(torch.where(args[2] < n_entries, args[2], -1).int())
+            self.mask.kept = KeptPairs(chosen, 0, None, 0)  # type: ignore[attr-defined]
+        if name in ("scatter", "getitem"):
+            return self.mask
+        return func(*args, **(kwargs or {}))
+
+
+def _compress(compressor: Any, hidden_states: Tensor, residual: Tensor, position_ids: Tensor, *rest: Any) -> Any:
+    """Compress by a compressor of DeepSeek-V4. Its mask has the chosen entries of each query."""
+    own = partial(type(compressor).forward, compressor, hidden_states, residual)
+    if not is_streamed(compressor.rotary_emb.config):
+        return own(position_ids, *rest)
+    if hasattr(compressor, "indexer"):
+        with _Unbiased(hidden_states.shape[1]):
+            return own(position_ids, *rest)
+    # It makes no mask for one query.
+    entries, _ = own(position_ids[:, :1], *rest)
+    (batch, n_queries), n_entries = hidden_states.shape[:2], entries.shape[2]
+    if n_queries == 1 or not n_entries:
+        return entries, None
+    number = torch.arange(n_entries, dtype=torch.int32, device=entries.device)
+    ended = (position_ids + 1) // compressor.compress_rate
+    chosen = Chosen(torch.where(number < ended[:, None, :, None], number, -1))
+    return entries, carrier(KeptPairs(chosen, 0, None, 0), batch, n_queries, n_entries, entries.device)
+
+
+def _choose_entries(indexer: Any, *given: Any) -> Any:
+    """Run the indexer of DeepSeek-V4."""
+    own = partial(type(indexer).forward, indexer, *given)
+    if not is_streamed(indexer.rotary_emb.config):
+        return own()
+    with _Streamed():
+        return own()
+
+
+def _choose_groups(
+    indexer: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, past_key_values: Any
+) -> Tensor:
+    """Choose groups of consecutive keys as Qwen4's indexer: complete ones by their means, and the keys after them."""
+    given = hidden_states, position_embeddings, attention_mask, past_key_values
+    if not isinstance(attention_mask, PatternMask):
+        found: Tensor = type(indexer).forward(indexer, *given)
+        return found
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_emb
+
+    batch, n_queries, _ = hidden_states.shape
+    ratio, (cos, sin) = indexer.compress_ratio, position_embeddings
+    heads = indexer.index_qk_proj(hidden_states).unflatten(2, (-1, indexer.index_head_dim))
+    query, keys = heads.split([indexer.index_n_heads, indexer.index_kv_heads], 2)
+    angles = {"cos": cos[:, -n_queries:], "sin": sin[:, -n_queries:], "unsqueeze_dim": 2}
+    query, keys = apply_rotary_pos_emb(indexer.q_layernorm(query), **angles), keys.squeeze(2)
+    if past_key_values is not None:
+        keys = past_key_values.update_indexer(keys, indexer.layer_idx)
+    low, high = _seen(attention_mask.kept, batch, n_queries, attention_mask.shape[3])
+    n_groups = (high - low) // ratio
+    tail = (low + n_groups * ratio).unsqueeze(2) + torch.arange(ratio - 1, device=keys.device)
+    chosen = keys.new_full((batch, n_queries, indexer.block_topk * ratio), -1, dtype=torch.int64)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    for b in range(batch):
+        runs, sizes = torch.stack([low[b], n_groups[b]]).unique_consecutive(dim=1, return_counts=True)
+        begin, pooled, first = 0, keys[:0], -1
+        for (first_key, count), size in zip(runs.T.tolist(), sizes.tolist(), strict=True):
+            rows = slice(begin, begin + size)
+            begin += size
+            if not count:
+                continue
+            if first_key != first:
+                # The groups of all queries that see the same first key.
+                first, most = first_key, int(n_groups[b][low[b] == first_key].max())
+                starts = torch.arange(first, first + most * ratio, ratio, device=keys.device)
+                means = keys[b, first : first + most * ratio].unflatten(0, (most, ratio)).to(wide).mean(1)
+                turned = {"cos": cos[b, starts], "sin": sin[b, starts]}
+                pooled = apply_rotary_pos_emb(indexer.k_layernorm(means.to(keys.dtype)).unsqueeze(1), **turned)
+            products = query[b, rows].to(wide) @ pooled[:count, 0].mT.to(wide)
+            best = products.relu_().sum(1).topk(min(indexer.block_topk, count)).indices
+            tokens = first + (best * ratio).unsqueeze(2) + torch.arange(ratio, device=keys.device)
+            chosen[b, rows, : tokens.shape[1] * ratio] = tokens.flatten(1)
+    tail = tail.masked_fill(tail >= high.unsqueeze(2), -1)
+    indices = torch.cat([chosen, tail], 2).unsqueeze(1).int()
+    kept = attention_mask.kept._replace(pattern=Chosen(indices))
+    return carrier(kept, batch, n_queries, attention_mask.shape[3], keys.device)
+
+
+def _seen(kept: KeptPairs, batch: int, n_queries: int, n_keys: int) -> tuple[Tensor, Tensor]:
+    """Return the interval ``[low, high)`` of keys that each query of a mask sees, int64 ``[B, Nq]``."""
+    at = torch.arange(n_queries) + kept.start
+    bounds = [key_bounds(kept.pattern.batch_row(b), at, n_keys) for b in range(batch)]
+    known = [each for each in bounds if each is not None]
+    mask = torch.ones(1, n_keys, dtype=torch.bool) if kept.key_mask is None else kept.key_mask.cpu()
+    first, size = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
+    number = torch.arange(n_keys)
+    if len(known) < batch or not torch.equal(mask, (number >= first) & (number < first + size)):
+        raise ValueError(
+            f"attention_mask: expected keys that follow each other for each query, got {kept.pattern!r} and padding"
+        )
+    low, high = (torch.stack(side) for side in zip(*known, strict=True))
+    low = torch.maximum(low, first)
+    return low, torch.minimum(high, first + size).maximum(low)
+
+
+@torch.compiler.disable(reason="graphs do not join the rules of masks")  # type: ignore[untyped-decorator]
+def _attend_outside_graphs(attention: nn.Module, *given: Any, **named: Any) -> Any:
+    return type(attention).forward(attention, *given, **named)
+
+
 def _mask_of_pools(attention: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
     """Return the mask of the tokens that the indexer of GLM-5.3-Flash chose, from its attention module."""
     if attention.config._attn_implementation in ("eager", "sdpa"):
@@ -115,7 +332,15 @@ def _mask_of_pools(attention: Any, topk_indices: Tensor, query_states: Tensor, k
 
 
 _OF_TOKENS = "DeepseekV32 AXK2 GlmMoeDsa MistralLarge4Text HYV4 Dots3NoteText".split()
-_KINDS = {f"{family}Indexer": _choose_tokens for family in _OF_TOKENS} | {"MiniMaxM3VLIndexer": _choose_blocks}
+_KINDS: dict[str, Any] = {f"{family}Indexer": _choose_tokens for family in _OF_TOKENS} | {
+    "MiniMaxM3VLIndexer": _choose_blocks,
+    "Glm5NextTextIndexer": _choose_pools,
+    "Qwen4ExpTextQSAIndexer": _choose_groups,
+    "DeepseekV4Indexer": _choose_entries,
+    "DeepseekV4CSACompressor": _compress,
+    "DeepseekV4HCACompressor": _compress,
+    **dict.fromkeys(("DeepseekV4Attention", "Qwen4ExpTextAttention"), _attend_outside_graphs),
+}
 
 
 def stream_indexers(model: nn.Module) -> None:
@@ -124,5 +349,5 @@ def stream_indexers(model: nn.Module) -> None:
         # A partial function is copied and pickled with its module, which a method that is no member is not.
         if (choose := _KINDS.get(type(module).__name__)) is not None:
             module.__dict__["forward"] = partial(choose, module)
-        elif hasattr(module, "build_attention_mask_from_topk"):
+        if hasattr(module, "build_attention_mask_from_topk"):
             module.__dict__["build_attention_mask_from_topk"] = partial(_mask_of_pools, module)

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ringtile.patterns import Causal, Dense, Documents, Pattern, Segments, Window, from_mask
+from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, Segments, Window, from_mask
+from ringtile.patterns.base import And
 from ringtile.patterns.checks import LARGEST
-from ringtile.patterns.facts import keeps_self, moves_along
+from ringtile.patterns.facts import keeps_self, moves_along, sees_no_future
 from ringtile.patterns.mask import read_once
 
 MaskFunction = Callable[..., Any]
@@ -73,6 +75,8 @@ class PatternMask(Tensor):
         name = getattr(func, "__name__", "")
         if name in _UNCHANGED:
             return args[0]
+        if name in ("cat", "pad", "__and__") and (joined := _joined_masks(name, args)) is not None:
+            return joined
         if name == "__getitem__" and (cut := _cut(*args)) is not None:
             return cut
         if name == "__getitem__" and _is_row_of_heads(*args):
@@ -140,6 +144,44 @@ def _cut(mask: PatternMask, index: Any) -> Tensor | None:
         return mask
     kept = mask.kept._replace(start=mask.kept.start + first, offset=mask.kept.offset + first)
     return carrier(kept, mask.shape[0], end - first, mask.shape[3], mask.device)
+
+
+def _joined_masks(name: str, args: Sequence[Any]) -> Tensor | None:
+    """Return a mask with the keys that another chose: of the same keys (``&``), or of more, which come after them."""
+    masks = args[0] if name == "cat" else args
+    if len(masks) != 2 or not isinstance(masks[0], PatternMask):
+        return None
+    mask, more = masks
+    listed = more.kept.pattern if isinstance(more, PatternMask) else None
+    kept, (batch, _, n_queries, n_keys), device = mask.kept, mask.shape, mask.device
+    if name == "__and__" and isinstance(listed, Chosen):
+        return carrier(kept._replace(pattern=kept.pattern & listed), batch, n_queries, n_keys, device)
+    if name == "cat" and isinstance(listed, Chosen):
+        indices, n_more = listed.indices, more.shape[-1]
+    elif name == "pad" and n_queries == 1 and more[0] == 0:
+        # One query, which sees all.
+        n_more = more[1]
+        indices = torch.arange(n_more, device=device).view(1, 1, 1, n_more)
+    else:
+        return None
+    if not sees_no_future(kept.pattern):
+        raise ValueError(f"attention_mask: expected a causal rule before compressed keys, got {kept.pattern!r}")
+    # No query is after them, so a causal rule leaves them out.
+    rule = _with_more_keys(kept.pattern, n_keys + n_more) | Chosen(torch.where(indices < 0, -1, indices + n_keys))
+    key_mask = None if kept.key_mask is None else pad(kept.key_mask, (0, n_more), value=True)
+    return carrier(kept._replace(pattern=rule, key_mask=key_mask), batch, n_queries, n_keys + n_more, device)
+
+
+def _with_more_keys(rule: Pattern, n_keys: int) -> Pattern:
+    """Return a rule for more keys. They are no document of a query."""
+    match rule:
+        case And(first=first, second=second):
+            return _with_more_keys(first, n_keys) & _with_more_keys(second, n_keys)
+        case Documents(bounds=bounds, batched=batched):
+            ends = bounds.tensor[:, 1:].contiguous()
+            ids = torch.searchsorted(ends, torch.arange(n_keys, device=ends.device).repeat(len(ends), 1), right=True)
+            return Documents(ids=ids if batched else ids[0])
+    return rule
 
 
 def _is_row_of_heads(mask: PatternMask, index: Any) -> bool:
@@ -289,8 +331,15 @@ def _constant_rule(function: MaskFunction, first: int) -> Pattern:
     return rule
 
 
+CHOSEN = "use_ringtile"
+"""The implementation of all models that `use_ringtile` switched. Their modules keep what it chose."""
 _COMPUTED = {"deepseek_v4", "qwen4_exp_text"}
-"""Models that compute with their mask and hand over the result: one of all pairs."""
+"""Models that compute with their mask and hand over the result, of all pairs, unless `use_ringtile` changed them."""
+
+
+def is_streamed(config: Any) -> bool:
+    """Return True if the parts of a model that choose keys do so without the scores and masks of all pairs."""
+    return bool(config._attn_implementation == CHOSEN)
 
 
 def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -298,7 +347,9 @@ def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Ten
 
     A rule that is not known is evaluated, and its bool mask becomes a pattern.
     """
-    if getattr(options.get("config"), "model_type", None) in _COMPUTED:
+    config: Any = options.get("config")
+    is_computed = getattr(config, "model_type", None) in _COMPUTED
+    if is_computed and not is_streamed(config):
         from transformers.masking_utils import eager_mask
 
         mask: Tensor = eager_mask(attention_mask=attention_mask, **options)
@@ -309,7 +360,7 @@ def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Ten
         is_causal = "allow_is_bidirectional_skip" not in options and not options.get("allow_is_causal_skip", True)
         may_be_packed = is_causal and attention_mask is None and options["q_length"] != 1
         chunk = getattr(options.get("config"), "attention_chunk_size", None)
-        if may_be_packed or (chunk is not None and options.get("local_size") == chunk):
+        if is_computed or may_be_packed or (chunk is not None and options.get("local_size") == chunk):
             found: Tensor = _outside_graphs(attention_mask=attention_mask, **options)
             return found
     return _pattern_mask(attention_mask=attention_mask, **options)

@@ -28,7 +28,7 @@ from ringtile.integrations.transformers.attention import (
 from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.by_hand import convert_big_bird, convert_longformer
 from ringtile.integrations.transformers.indexers import stream_indexers
-from ringtile.integrations.transformers.masks import pattern_mask
+from ringtile.integrations.transformers.masks import CHOSEN, pattern_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 OLDEST = (5, 5)
 """The oldest version of transformers whose mask interface is the one that `pattern_mask` implements."""
-
-CHOSEN = "use_ringtile"
-"""The implementation of all models that `use_ringtile` switched. Their modules keep what it chose."""
 
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
 _CONVERTED = {"longformer": convert_longformer, "big_bird": convert_big_bird}

@@ -23,7 +23,6 @@ from ringtile.adaptive import (
     Budget,
     Controller,
     Density,
-    Gate,
     Means,
     Probe,
     Recent,
@@ -492,7 +491,3 @@ def test_each_layer_has_its_own_attention_and_nothing_learned_is_shared() -> Non
             SparseTransformer(2, 16, 2, attend=attend, **sizes)
         SparseTransformer(1, 16, 2, attend=attend, **sizes)
     SparseTransformer(2, 16, 2, attend=AdaptiveAttention(budget=Controller(0.9)), **sizes)
-    joined = AdaptiveAttention(Sum(Probe("first"), Gate(2, 8)))
-    assert joined.state_dict().keys() == {f"learned.0.{name}" for name in Gate(2, 8).state_dict()}
-    with pytest.raises(ValueError, match="would share what it learns"):
-        SparseTransformer(2, 16, 2, attend=joined, **sizes)

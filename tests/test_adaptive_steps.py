@@ -17,7 +17,6 @@ from ringtile.adaptive import (
     Choice,
     Controller,
     Density,
-    Gate,
     Means,
     Probe,
     Recent,
@@ -221,7 +220,7 @@ def test_a_mask_that_changes_is_refused() -> None:
 
 
 def test_choices_that_cannot_decide_about_a_step() -> None:
-    for scores in (Probe("first"), Recent(), Sum(Probe("first"), Recent()), Gate(4, 8, pool=None)):
+    for scores in (Probe("first"), Recent(), Sum(Probe("first"), Recent())):
         with pytest.raises(ValueError, match="scores: steps need those of each query by summaries of tiles"):
             check_steps(Choice(scores))
     with pytest.raises(ValueError, match="scores: a cache needs scores without later tokens"):

@@ -180,7 +180,7 @@ def test_every_room_is_looked_at() -> None:
         ("modules/multihead.py", "from ringtile import __version__", "modules may not import __init__"),
         ("integrations/diffusers.py", "from ringtile.tools import bench", "integrations may not import tools"),
         ("tools/plot.py", "from ringtile.cli import main", "tools may not import cli"),
-        ("adaptive/gate.py", "from ringtile.distributed import plan", "adaptive may not import distributed"),
+        ("adaptive/losses.py", "from ringtile.distributed import plan", "adaptive may not import distributed"),
         ("distributed/plan.py", "from ringtile.tools.predict import cost", "distributed may not import tools"),
         ("distributed/ring.py", "from ringtile.modules import multihead", "distributed may not import modules"),
         ("modules/multihead.py", "from ringtile.distributed import faults", "modules may not import distributed"),
@@ -202,7 +202,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, co
     for folder in ("", *rooms):
         (root / folder).mkdir(exist_ok=True)
         (root / folder / "__init__.py").touch()
-    for module in ("index/build", "index/tiles", "kernels/blockwise/plan", "kernels/reference", "adaptive/gate"):
+    for module in ("index/build", "index/tiles", "kernels/blockwise/plan", "kernels/reference", "adaptive/losses"):
         (root / f"{module}.py").touch()
     assert complaints(root) == []
     (root / path).parent.mkdir(exist_ok=True)

@@ -54,7 +54,7 @@ def test_a_window_is_trained_and_its_model_continues_a_prompt(
 
 
 def test_a_file_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    reading = ("train_window", "longnet", "finetune_lora", "train_context_parallel", "train_lightning")
+    reading = ("train_window", "longnet", "finetune_lora", "train_context_parallel", "train_lightning", "train_indexer")
     for name, argument in (*((name, "file") for name in reading), ("generate", "model")):
         with pytest.raises(SystemExit):
             example(name).main(["no/such/file"])
@@ -141,6 +141,37 @@ def test_lora_is_trained_saved_and_resumed(tmp_path: Path) -> None:
 def test_lora_trains_on_long_rows_and_in_bfloat16(words: list[str], tmp_path: Path) -> None:
     words = [*words, "--window", "256", "--steps", "1", "--save", str(tmp_path)]
     assert example("finetune_lora").main(words) < 6
+
+
+def test_indexers_are_trained_saved_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--context", "256", "--keys", "40", "--dim", "8", "--rows", "32", "--warm-up", "12", "--steps", "4"]
+    saved = tmp_path / "indexers.pt"
+    curve = example("train_indexer").main([*small, "--save", str(saved), "--plot", str(tmp_path / "curve.png")])
+    warm = [loss for _, kind, loss in curve if kind == "held out"]
+    assert warm[-1] < warm[0] - 0.005
+    assert (tmp_path / "curve.png").stat().st_size > 9000
+    # Weights that were saved begin where they ended, and LoRA trains the model beside them.
+    again = example("train_indexer").main(
+        [
+            *small,
+            "--load",
+            str(saved),
+            "--lora",
+            "2",
+            "--warm-up",
+            "0",
+            "--steps",
+            "1",
+            "--judge",
+            "40",
+            "--judge-tokens",
+            "512",
+        ]
+    )
+    assert again[0][2] == pytest.approx(min(loss for _, kind, loss in curve if "chosen" in kind), abs=1e-3)
+    assert re.search(
+        r"^40 keys, density 0.150: text / copy / needles kept, % \(worst\): [\d.]+ ", capsys.readouterr().out, re.M
+    )
 
 
 def test_packed_documents_train_by_accelerate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,8 +248,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
         True looks at later tokens of the rows that it probes. Causal training with it raises ValueError in the call:
         pass ``AdaptiveAttention(Probe("first"), Density(0.25))``.
 
-        Raises ValueError if there are several ranks, if ``enabled`` is neither or computes more than a choice, as
-        `RoutedAttention` does, if it is False and ``pattern_type`` is "adaptive", or if calls change later ones (a
+        Raises ValueError if there are several ranks, if ``enabled`` is neither or has a ``forward`` of its own, if
+        it is False and ``pattern_type`` is "adaptive", or if calls change later ones (a
         `Controller` of another mode than "call") beside segments or gradient checkpointing.
         """
         if not isinstance(enabled, bool | AdaptiveAttention):

@@ -16,13 +16,9 @@ from ringtile.adaptive.choice import Choice as Choice
 from ringtile.adaptive.choice import select as select
 from ringtile.adaptive.control import Controller as Controller
 from ringtile.adaptive.control import ControlReport as ControlReport
-from ringtile.adaptive.gate import Distilled as Distilled
-from ringtile.adaptive.gate import Gate as Gate
-from ringtile.adaptive.gate import distill as distill
+from ringtile.adaptive.indexed import IndexedAttention as IndexedAttention
 from ringtile.adaptive.indexer import index_topk as index_topk
 from ringtile.adaptive.losses import index_loss as index_loss
-from ringtile.adaptive.routed import RoutedAttention as RoutedAttention
-from ringtile.adaptive.routed import with_coordinates as with_coordinates
 from ringtile.adaptive.scores import Antidiagonal as Antidiagonal
 from ringtile.adaptive.scores import Blend as Blend
 from ringtile.adaptive.scores import Box as Box

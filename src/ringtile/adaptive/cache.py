@@ -64,12 +64,8 @@ class AdaptiveCache(LayerCache):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Compute attention of the next N tokens, as `LayerCache.attend` does, over the chosen tiles."""
         query, key, value = checked_tensors(query, key, value, enable_gqa=True)
-        self._check(query, key, value, key_mask)
         start, n_new = self.length, key.shape[2]
-        self._store(self._new(key, value, torch.arange(start, start + n_new, device=key.device), key_mask))
-        seen = self._present()
-        assert seen is not None
-        mask = seen.mask if self._masked else None
+        seen, mask = self._extended(query, key, value, key_mask)
         with torch.no_grad():
             self.index = self._choose(query, seen, mask, TileGrid(self.choice.block, start, n_new, self.length))
         return sparse_attention(query, seen.key, seen.value, self.index, key_mask=mask, enable_gqa=True)

@@ -89,7 +89,7 @@ class Choice:
         self._check_future(view)
         if view.key.shape[2] < self.min_length or not view.query.numel():
             return base
-        # A choice has no gradient. Attention over it has, and to learn the choice takes a `Gate`.
+        # A choice has no gradient. Attention over it has, and to learn a choice takes an `IndexedAttention`.
         with torch.no_grad():
             view = view.detached
             found = self.scores(view)

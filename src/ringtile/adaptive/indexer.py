@@ -97,7 +97,7 @@ def index_topk(
                 keep = keep if key_mask is None else keep & key_mask[b, left:right]
                 keep = keep if key_lengths is None else keep & (j < key_lengths[b])
                 if keep.any():
-                    scores, _ = scored(q, key[b, g % key.shape[1], left:right].to(dtype), w, relu)
+                    scores = scored(q, key[b, g % key.shape[1], left:right].to(dtype), w, relu)
                     scores = pad(scores.masked_fill_(~keep, -torch.inf), (0, -len(j) % block), value=-torch.inf)
                     row[:, left // block - low : -(-right // block) - low] = scores.unflatten(1, (-1, block)).amax(2)
             if local:
@@ -151,12 +151,11 @@ def checked(
     return query, key, rule, first
 
 
-def scored(q: Tensor, k: Tensor, weights: Tensor | None, relu: bool) -> tuple[Tensor, Tensor]:
-    """Return the scores ``[rows, keys]`` of queries ``[rows, heads, D]``, and their products by head."""
+def scored(q: Tensor, k: Tensor, weights: Tensor | None, relu: bool) -> Tensor:
+    """Return the scores ``[rows, keys]`` of queries ``[rows, heads, D]``."""
     # Ranks need more digits than autocast keeps.
     with torch.autocast(q.device.type, enabled=False):
         products = (q.flatten(0, 1) @ k.mT).unflatten(0, q.shape[:2])
         if relu:
             products.relu_()
-        scores = products.sum(1) if weights is None else torch.bmm(weights.unsqueeze(1), products).squeeze(1)
-        return scores, products
+        return products.sum(1) if weights is None else torch.bmm(weights.unsqueeze(1), products).squeeze(1)

@@ -97,6 +97,7 @@ def index_loss(
         relu,
         torch.promote_types(torch.float32, torch.promote_types(index_query.dtype, query.dtype)),
     )
+    weights = torch.ones_like(index_query[..., 0]) if weights is None else weights
     with torch.autocast(device.type, enabled=False):
         loss: Tensor = _Loss.apply(layer, torch.is_grad_enabled(), index_query, index_key, weights)  # type: ignore[no-untyped-call]
     return loss
@@ -157,22 +158,24 @@ class _Chunk(NamedTuple):
     """``[rows, heads, d]`` of the index."""
     key: Tensor
     """``[Nk, d]`` of the index."""
-    weights: Tensor | None
+    weights: Tensor
     listed: tuple[Tensor, Tensor] | None
 
     def tile(self, left: int, right: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return which pairs count, the keys of the index, their products, and the logits of the index and layer."""
+        """Return which pairs count, the keys of the index, their scores, and the logits of the index and layer."""
         layer, b, g, row, dtype = self.layer, self.b, self.g, self.row, self.layer.dtype
         keep = layer.allowed(b, row, torch.arange(left, right, device=row.device))
         if self.listed is not None:
             keep = keep & _spread(self.listed[0] >= 0, self.listed[0], left, right - left)
         # What no query keeps may hold NaN, which a gradient of 0 would keep.
-        key = self.key[left:right].to(dtype).masked_fill(~keep.any(0).unsqueeze(1), 0)
-        scores, products = scored(self.query, key, self.weights, layer.relu)
-        logits = [scores]
+        key = self.key[left:right].to(dtype).masked_fill(~keep.any(0).unsqueeze(1), 0).requires_grad_()
+        with torch.set_grad_enabled(self.query.requires_grad):
+            scores = scored(self.query, key, self.weights, layer.relu)
+        logits = [scores.detach().masked_fill(~keep, -torch.inf)]
         if self.listed is None:
-            logits += [q @ keys[left:right].to(dtype).mT for q, keys in layer.queries(b, g, row)]
-        return keep, key, products, [x.masked_fill_(~keep, -torch.inf) for x in logits]
+            products = (q @ keys[left:right].to(dtype).mT for q, keys in layer.queries(b, g, row))
+            logits += [x.masked_fill_(~keep, -torch.inf) for x in products]
+        return keep, key, scores, logits
 
 
 class _Sums(NamedTuple):
@@ -206,7 +209,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: _Layer, learns: bool, index_query: Tensor, index_key: Tensor, weights: Tensor | None
+        ctx: Any, layer: _Layer, learns: bool, index_query: Tensor, index_key: Tensor, weights: Tensor
     ) -> Tensor:
         (batch, n_heads, _, _), n_keys, groups, dtype = index_query.shape, index_key.shape[2], layer.groups, layer.dtype
         heads, own = n_heads // groups, layer.query.shape[1] // groups
@@ -218,11 +221,11 @@ class _Loss(torch.autograd.Function):
         tile = max(1, _BYTES // (of_row * size))
         loss, mean = index_query.new_zeros((), dtype=dtype), max(1, batch * groups * len(layer.rows))
         of_query, of_key = torch.zeros_like(index_query), torch.zeros_like(index_key, dtype=dtype)
-        of_weights = None if weights is None else torch.zeros_like(weights)
+        of_weights = torch.zeros_like(weights)
         for b, g, row in product(range(batch), range(groups), layer.rows.split(size)):
             of_group, of_index = slice(g * heads, (g + 1) * heads), g % index_key.shape[1]
-            q = index_query[b, of_group].index_select(1, row).transpose(0, 1).to(dtype)
-            w = None if weights is None else weights[b, of_group].index_select(1, row).T.to(dtype)
+            q = index_query[b, of_group].index_select(1, row).transpose(0, 1).to(dtype).requires_grad_(learns)
+            w = weights[b, of_group].index_select(1, row).T.to(dtype).requires_grad_(learns)
             listed = None if layer.indices is None else layer.listed(b, g, row)
             chunk = _Chunk(layer, b, g, row, q, index_key[b, of_index], w, listed)
             tiles = [(left, min(left + tile, n_keys)) for left in range(0, n_keys, tile)]
@@ -231,33 +234,26 @@ class _Loss(torch.autograd.Function):
             for bounds in tiles:
                 logits = (known or chunk.tile(*bounds))[3]
                 sums = [_Sums.of(x, sums[number] if sums else None) for number, x in enumerate(logits)]
-            grad_q, grad_w = torch.zeros_like(q), None if w is None else torch.zeros_like(w)
             for left, right in tiles:
-                keep, k, products, logits = known or chunk.tile(left, right)
-                weights_of = [each.softmax(x) for x, each in zip(logits, sums, strict=True)]
+                keep, k, scores, logits = known or chunk.tile(left, right)
+                found, *weights_of = (each.softmax(x) for x, each in zip(logits, sums, strict=True))
                 if listed is None:
-                    p = torch.stack([x.sum(0) for x in weights_of[1:]]).sum(0) / own
+                    p = torch.stack([x.sum(0) for x in weights_of]).sum(0) / own
                 else:
                     p = _spread(listed[1], listed[0], left, right - left)
                 logs = logits[0] - (sums[0].top + sums[0].total.log()).unsqueeze(1)
                 loss -= (torch.special.entr(p) + p * logs.masked_fill_(~keep, 0)).sum()
-                if not learns:
-                    continue
-                grad = weights_of[0].sub_(p).div_(mean).unsqueeze(1)
-                if grad_w is not None:
-                    grad_w += (products @ grad.mT).squeeze(2)
-                grad = grad * (torch.ones_like(q[:, :, :1]) if w is None else w.unsqueeze(2))
-                if layer.relu:
-                    grad.masked_fill_(products <= 0, 0)
-                grad_q += grad @ k
-                of_key[b, of_index, left:right] += grad.flatten(0, 1).mT @ q.flatten(0, 1)
-            of_query[b, of_group].index_add_(1, row, grad_q.transpose(0, 1).to(of_query.dtype))
-            if of_weights is not None and grad_w is not None:
-                of_weights[b, of_group].index_add_(1, row, grad_w.T.to(of_weights.dtype))
+                if learns:
+                    scores.backward(found.sub_(p).div_(mean))
+                    assert k.grad is not None
+                    of_key[b, of_index, left:right] += k.grad
+            if q.grad is not None and w.grad is not None:
+                of_query[b, of_group].index_add_(1, row, q.grad.transpose(0, 1).to(of_query.dtype))
+                of_weights[b, of_group].index_add_(1, row, w.grad.T.to(of_weights.dtype))
         ctx.save_for_backward(of_query, of_key.to(index_key.dtype), of_weights)
         return loss / mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, *(None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
+        return None, None, *(x * grad.to(x.dtype) for x in ctx.saved_tensors)

@@ -47,9 +47,6 @@ class AdaptiveAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.choice = Choice(scores, budget, **options)
-        # A gate is registered as a submodule. `Sum` is no module, so its parts are, or they would not be trained.
-        self.scores = scores
-        self.learned = nn.ModuleList(part for part in getattr(scores, "parts", ()) if isinstance(part, nn.Module))
 
     @property
     def stateful(self) -> bool:
@@ -94,10 +91,7 @@ class AdaptiveAttention(nn.Module):
             options |= {"is_causal": is_causal, "key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
             return sparse_attention(query, key, value, pattern, **options)
         view = self.choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
-        return self._of_view(view, value, enable_gqa=enable_gqa, **options)
-
-    def _of_view(self, view: View, value: Tensor, **options: Any) -> Any:
-        return self.over(self.choice.index(view), view, value, **options)
+        return self.over(self.choice.index(view), view, value, enable_gqa=enable_gqa, **options)
 
     def over(self, index: BlockIndex, view: View, value: Tensor, **options: Any) -> Any:
         """Compute the attention of a view's queries and keys over an index of its tiles."""

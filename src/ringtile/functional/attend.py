@@ -26,7 +26,7 @@ class Attend(Protocol):
       module then passes ``scale=D ** -0.5``, with D counted without that feature.
 
     An object with more methods says more: `MakesCache` and `KeepsRules`. If a call changes later ones, it has an
-    attribute ``stateful`` that is True.
+    attribute ``stateful`` that is True. If it computes steps of a transformers model, too, ``steps`` is True.
     """
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, *arguments: Any, **options: Any) -> Any: ...
@@ -67,8 +67,8 @@ def cache_of(attend: Attend, pattern: Pattern | None, is_causal: bool) -> LayerC
         return attend.new_cache(*rules)
     if attend is not sparse_attention:
         raise ValueError(
-            "attend: a cache needs sparse_attention, longnet_attend(...), ring_attend(...) or "
-            f"AdaptiveAttention(...), got {attend!r}"
+            "attend: a cache needs sparse_attention, longnet_attend(...), ring_attend(...), AdaptiveAttention(...) or "
+            f"IndexedAttention(...), got {attend!r}"
         )
     return LayerCache(*rules)
 

@@ -193,6 +193,17 @@ class LayerCache:
             key, value = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (key, value))
         return HeldKeys(key, value, position, key_mask)
 
+    def _extended(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+    ) -> tuple[HeldKeys, Tensor | None]:
+        """Store the next keys of a cache that drops none. Return all keys, and their mask unless all count."""
+        self._check(query, key, value, key_mask)
+        position = torch.arange(self.length, self.length + key.shape[2], device=key.device)
+        self._store(self._new(key, value, position, key_mask))
+        seen = self._present()
+        assert seen is not None
+        return seen, seen.mask if self._masked else None
+
     def _present(self) -> HeldKeys | None:
         return None if self._held is None else self._held.narrowed(0, self.held)
 

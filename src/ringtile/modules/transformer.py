@@ -272,7 +272,7 @@ class SparseTransformer(nn.Module):
         num_heads: Number of query heads.
         pattern: Which pairs to keep, in every layer, or a list with one pattern per layer. Default: all pairs.
         attend: Function that computes the attention of every layer, or a list with one per layer. A module that learns,
-            such as a gate of `ringtile.adaptive`, needs a list: each layer learns its own.
+            such as `ringtile.adaptive.IndexedAttention`, needs a list: each layer learns its own.
         gradient_checkpointing: Save only the input of each layer and recompute the rest in the backward pass, with the
             same dropout. This needs memory for one layer instead of all, and one more forward pass.
         **options: ``num_kv_heads``, ``hidden_dim``, ``dropout``, ``rotary``, ``qk_norm``, ``is_causal``, ``device`` and

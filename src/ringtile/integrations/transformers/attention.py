@@ -211,8 +211,9 @@ def attend(
 
     ``pattern`` says which of the pairs of the model's mask to keep: the mask that `pattern_mask` made, a bool or float
     mask of all pairs, or None. ``by`` computes the attention in place of `sparse_attention`, unless there is only one
-    query, and ``decode`` chooses the tiles of one query. Returns the output ``[B, Nq, H, Dv]``, and None in place of
-    the weights. Raises ValueError if the model passes an argument or a mask that ringtile does not support.
+    query and ``by`` has no ``steps``. ``decode`` chooses the tiles of one query. Returns the output
+    ``[B, Nq, H, Dv]``, and None in place of the weights. Raises ValueError if the model passes an argument or a mask
+    that ringtile does not support.
     """
     indices, blocks = options.pop("indices", None), options.pop("block_indices", None)
     # An argument that changes the result and is not read would be a silent error.
@@ -235,7 +236,7 @@ def attend(
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     limits = {"softcap": softcap or None, "s_aux": s_aux}
     by_layer, choice = attend_of_layer(by, module), decode_of_layer(decode, module)
-    if query.shape[2] > 1 and by_layer is not None:
+    if by_layer is not None and (query.shape[2] > 1 or getattr(by_layer, "steps", False)):
         out = _adapted(by_layer, query, key, value, kept, limits, options)
         return out.transpose(1, 2).contiguous(), None
     if query.shape[2] == 1 and choice is not None:

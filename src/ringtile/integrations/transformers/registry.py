@@ -63,7 +63,8 @@ def register(name: str = "ringtile", pattern: GivenPattern = None, attend: Layer
             token, so global tokens are the first of the text and not of its padding.
         attend: A function in place of `sparse_attention`, with the same arguments, for all layers. A list has one per
             layer, or None. It gets the kept pairs as ``pattern`` and ``is_causal``, and padding as ``key_mask``. Calls
-            with one query, as in decoding, ignore it: they compute all kept pairs.
+            with one query, as in decoding, ignore it, unless its attribute ``steps`` is True: they compute all kept
+            pairs.
 
     A model whose attention is written by hand ignores the name. Its constructor raises a ValueError instead, so
     ``from_pretrained`` does. For that, the first call adds a hook to PyTorch, which sees the parts of new modules.

@@ -1,0 +1,257 @@
+"""Indexers of dense decoders: what they start as, choose, learn, and choose again in generation."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_inputs
+from test_index_loss import dense_loss
+from test_indexer import dense_topk
+from test_transformers_decode import made, padded, tokens, whole
+from torch import Tensor, nn
+
+from ringtile import SparseTransformer, sparse_attention
+from ringtile.adaptive import IndexedAttention
+from ringtile.index import build_index
+from ringtile.integrations.transformers import use_ringtile
+from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
+
+
+def trained(**options: Any) -> IndexedAttention:
+    """An indexer in float64 whose parameters are not those of its start."""
+    attend = IndexedAttention(4, 16, **{"keys": 20, "num_kv_heads": 2, "dim": 8, "first": 2, "local": 3} | options)
+    for x in attend.parameters():
+        x.data += 0.3 * torch.randn_like(x)
+    return attend.double()
+
+
+def index(attend: IndexedAttention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The indexer's queries and keys, head by head."""
+    queries = [torch.cat([q[:, 2 * head], q[:, 2 * head + 1]], 2) @ attend.of_query[head] for head in range(2)]
+    return torch.stack(queries, 1) + attend.query_bias, torch.stack([k[:, h] @ attend.of_key[h] for h in range(2)], 1)
+
+
+def listed(attend: IndexedAttention, q: Tensor, k: Tensor, rule: Pattern, key_mask: Tensor | None = None) -> Tensor:
+    """The chosen pairs ``[B, Hkv, Nq, Nk]``: the best by all scores, the latest and the first ones."""
+    how: dict[str, Any] = {"groups": 2, "pattern": rule, "key_mask": key_mask}
+    found = dense_topk(*index(attend, q, k), attend.keys - attend.first, local=attend.local, **how)[1]
+    kept = (found.unsqueeze(4) == torch.arange(k.shape[2])).any(3)
+    kept[..., : attend.first] = True
+    at = torch.arange(q.shape[2]).unsqueeze(1) + k.shape[2] - q.shape[2]
+    zero, j = torch.zeros((), dtype=torch.int64), torch.arange(k.shape[2])
+    allowed = torch.stack([rule.batch_row(b).allowed(zero, at, j) for b in range(len(q))]).unsqueeze(1)
+    return kept & allowed & (True if key_mask is None else key_mask[:, None, None])
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "all pairs": {},
+    "window": {"is_causal": True, "pattern": Window(30)},
+    "documents": {"is_causal": True, "pattern": Documents(ids=torch.arange(142).view(2, 71) // 30)},
+    "padding": {"is_causal": True, "key_mask": torch.arange(71) >= torch.tensor([[30], [0]])},
+    "fewer queries": {"is_causal": True, "queries": 33},
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("case", RULES.values(), ids=list(RULES))
+def test_attention_is_exact_over_the_chosen_keys(case: dict[str, Any], train: bool) -> None:
+    how = dict(case)
+    q, k, v, grad = make_inputs(2, 4, how.pop("queries", 71), 71, kv_heads=2)
+    attend = trained().train(train)
+    attend.started.fill_(True)
+    rule = how.get("pattern", Dense())
+    kept = listed(attend, q, k, Causal() & rule if how.get("is_causal") else rule, how.get("key_mask"))
+    assert kept.sum() < 0.6 * kept.numel()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    logits = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~kept.repeat_interleave(2, 1), -math.inf)
+    wanted = logits.softmax(3).nan_to_num(0) @ v.repeat_interleave(2, 1)
+    found = attend(q, k, v, scale=0.3, enable_gqa=True, **how)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(*(torch.autograd.grad(x, inputs, grad) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_the_loss_of_a_call_is_that_of_its_indexer_alone(warm_up: bool) -> None:
+    q, k, v, _ = (x.requires_grad_() for x in make_inputs(2, 4, 71, kv_heads=2))
+    attend = trained(rows=9)
+    attend.started.fill_(True)
+    attend.warm_up = warm_up
+    key_mask = torch.rand(2, 71) < 0.8
+    how: dict[str, Any] = {"is_causal": True, "key_mask": key_mask, "scale": 0.3, "enable_gqa": True}
+    torch.manual_seed(5)
+    out = attend(q, k, v, **how)
+    torch.manual_seed(5)
+    drawn = torch.randperm(71)[:9]
+    options: dict[str, Any] = {"groups": 2, "pattern": Causal(), "scale": 0.3}
+    if warm_up:
+        torch.testing.assert_close(out, sparse_attention(q, k, v, **how))
+    else:
+        kept = listed(attend, q, k, Causal(), key_mask)
+        options["indices"] = torch.where(kept, torch.arange(71), -1)
+    wanted = dense_loss(*index(attend, q.detach(), k.detach()), q, k, rows=drawn, key_mask=key_mask, **options)
+    torch.testing.assert_close(attend.loss, wanted, rtol=1e-12, atol=1e-12)
+    found, expected = (
+        torch.autograd.grad(x, list(attend.parameters()), retain_graph=True) for x in (attend.loss, wanted)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.abs().max() > 1e-6
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    attend.loss.backward()
+    assert (q.grad, k.grad, v.grad) == (None, None, None)
+    with torch.no_grad():
+        attend(q, k, v, **how)
+    with pytest.raises(RuntimeError, match="loss: the last call recorded no gradient"):
+        attend.loss  # noqa: B018
+    assert torch.equal(attend.eval()(q, k, v, **how), out)
+
+
+def test_an_indexer_starts_with_the_closest_products_of_its_rank() -> None:
+    q, k, v, _ = make_inputs(2, 4, 300, kv_heads=2)
+    # Queries and keys are long in some directions, and in others that do not matter to each other.
+    q, k = q * torch.linspace(0.1, 3, 16), (k + 1) * torch.linspace(2, 0.1, 16).roll(4)
+    attend = IndexedAttention(4, 16, keys=20, num_kv_heads=2, dim=8, first=0, local=0).double()
+    attend(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    assert bool(attend.started)
+    small_q, small_k = index(attend, q, k)
+    for head in range(2):
+        queries, keys = q[:, 2 * head : 2 * head + 2].mean(1).flatten(0, 1), k[:, head].flatten(0, 1)
+        # No matrix of rank 8 is closer to the products than their largest 8 parts.
+        u, s, vh = torch.linalg.svd(0.3 * queries @ (keys - keys.mean(0)).mT, full_matrices=False)
+        found = (
+            small_q[:, head].flatten(0, 1) @ (small_k - small_k.mean((0, 2), keepdim=True))[:, head].flatten(0, 1).mT
+        )
+        torch.testing.assert_close(found, (u[:, :8] * s[:8]) @ vh[:8], rtol=1e-6, atol=1e-6)
+    start = attend.of_query.clone()
+    attend(2 * q.flip(3), k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(attend.of_query, start)
+
+
+def mass(attend: IndexedAttention, q: Tensor, k: Tensor) -> float:
+    """The attention to the chosen keys."""
+    weights = (q @ k.repeat_interleave(2, 1).mT / 4 + torch.full((q.shape[2],) * 2, -math.inf).triu(1)).softmax(3)
+    return float((weights * listed(attend, q, k, Causal()).repeat_interleave(2, 1)).sum(3).mean())
+
+
+def test_training_finds_more_of_the_attention_to_other_tokens() -> None:
+    def drawn() -> Any:
+        q, k, v, _ = make_inputs(2, 4, 150, dtype=torch.float32, kv_heads=2)
+        # Some directions matter more than the others.
+        k[:, :, :, :3] *= 4
+        return q, k, v
+
+    attend = IndexedAttention(4, 16, keys=24, num_kv_heads=2, dim=6, first=0, local=0, rows=60)
+    # From random maps, so that there is more to learn.
+    attend.started.fill_(True)
+    optimizer, others = torch.optim.Adam(attend.parameters(), 0.02), drawn()
+    kept, losses = [], []
+    for step in range(50):
+        attend.warm_up = step < 40
+        attend(*drawn(), is_causal=True, enable_gqa=True)
+        if step in (0, 40):
+            kept.append(mass(attend, *others[:2]))
+        losses.append(float(attend.loss.detach()))
+        optimizer.zero_grad()
+        attend.loss.backward()
+        optimizer.step()
+    kept.append(mass(attend, *others[:2]))
+    assert sum(losses[35:40]) < 0.7 * sum(losses[:5])
+    assert kept[0] + 0.05 < kept[1] <= kept[2] + 0.02
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_training_sees_nothing_of_the_future(warm_up: bool) -> None:
+    attend, (q, k, v, _) = trained(), make_inputs(1, 4, 71, kv_heads=2, score_scale=3.0)
+    attend.warm_up = warm_up
+    attend.started.fill_(True)
+    before = attend(q, k, v, is_causal=True, enable_gqa=True)
+    for place in range(1, 71, 6):
+        other = [x.clone() for x in (q, k, v)]
+        for x in other:
+            x[:, :, place:] = 4 * torch.randn(x[:, :, place:].shape)
+        found = attend(*other, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(found[:, :, :place], before[:, :, :place], rtol=1e-13, atol=1e-13)
+
+
+def test_no_fewer_keys_than_there_are_is_dense_attention() -> None:
+    q, k, v, _ = make_inputs(2, 4, 20, dtype=torch.float32, kv_heads=2)
+    attend = IndexedAttention(4, 16, keys=20, num_kv_heads=2, dim=8, first=2, local=3)
+    found = attend(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(found, sparse_attention(q, k, v, is_causal=True, enable_gqa=True))
+    assert attend.loss > 0
+
+
+def test_a_model_trains_each_layers_indexer_and_generates_what_it_computes() -> None:
+    torch.manual_seed(0)
+    attend = [IndexedAttention(2, 16, keys=20, dim=8, first=2, local=3) for _ in range(2)]
+    model = SparseTransformer(2, 32, 2, is_causal=True, attend=attend).double()
+    for layer in model.layers:
+        nn.init.normal_(layer.output.weight)
+    x = torch.randn(2, 120, 32, dtype=torch.float64)
+    (model(x).square().mean() + sum(each.loss for each in attend)).backward()
+    assert all(x.grad is not None and x.grad.abs().max() > 0 for each in attend for x in each.parameters())
+    assert not torch.equal(attend[0].of_key, attend[1].of_key)
+    same = [IndexedAttention(2, 16, keys=20, dim=8, first=2, local=3) for _ in range(2)]
+    other = SparseTransformer(2, 32, 2, is_causal=True, attend=same).double()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="attend: expected one for each of num_layers=2 layers"):
+        SparseTransformer(2, 32, 2, is_causal=True, attend=attend[0])
+    with torch.no_grad():
+        wanted, key_mask = other.eval()(x), torch.arange(120) >= torch.tensor([[7], [0]])
+        for mask in (None, key_mask):
+            cache, outs = other.new_cache(), []
+            for first, last in ((0, 70), (70, 90), *((place, place + 1) for place in range(90, 120))):
+                part = None if mask is None else mask[:, first:last]
+                outs.append(other(x[:, first:last], part, cache=cache))
+            wanted = other(x, mask)
+            torch.testing.assert_close(torch.cat(outs, 1)[:, 7:], wanted[:, 7:], rtol=1e-10, atol=1e-10)
+
+
+def test_generate_chooses_what_calls_over_all_tokens_choose() -> None:
+    model, ids = made(), tokens(n_tokens=70)
+    sizes: dict[str, Any] = {"num_kv_heads": model.config.num_key_value_heads, "dim": 8, "first": 2, "local": 3}
+    heads, width = model.config.num_attention_heads, model.model.layers[0].self_attn.head_dim
+    attend = [IndexedAttention(heads, width, 24, **sizes).eval() for _ in range(model.config.num_hidden_layers)]
+    dense = model.generate(ids, max_new_tokens=6, do_sample=False)
+    use_ringtile(model, attend=attend)
+    for mask in (torch.ones_like(ids), padded(ids)):
+        options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+        found = model.generate(ids, **options)
+        assert torch.equal(found, whole(model, ids, mask, 6))
+        assert not torch.equal(found, dense)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "num_kv_heads": ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads, got num_kv_heads=3"),
+    "dim": ({"dim": 0}, "dim: expected a positive integer, got 0"),
+    "dim of more": ({"dim": 17}, "dim: expected at most head_dim=16, got 17"),
+    "rows": ({"rows": 0}, "rows: expected a positive integer, got 0"),
+    "keys": ({"keys": 20, "first": 4, "local": 16}, "keys: expected more than first + local, got keys=20"),
+    "first": ({"first": -1}, "first=-1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
+def test_wrong_sizes_are_refused(case: tuple[dict[str, Any], str]) -> None:
+    change, said = case
+    with pytest.raises(ValueError, match=re.escape(said)):
+        IndexedAttention(4, 16, **{"dim": 8} | change)
+
+
+def test_wrong_calls_are_refused() -> None:
+    q, k, v, _ = make_inputs(1, 4, 64, kv_heads=2)
+    for change, said in (
+        ({"start": 3}, "start: an indexer takes a key_mask and queries at the end instead"),
+        ({"key_lengths": torch.tensor([3])}, "key_lengths: an indexer takes a key_mask"),
+        ({"pattern": build_index(Causal(), 64)}, "pattern: expected a Pattern or None, got BlockIndex"),
+        ({"pattern": per_head([Causal(), Dense()] * 2)}, "pattern: expected a Pattern of all heads"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            trained()(q, k, v, enable_gqa=True, **change)
+    with pytest.raises(ValueError, match="query, key: expected 4 and 2 heads of 16, got"):
+        trained()(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))

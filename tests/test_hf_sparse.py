@@ -206,6 +206,16 @@ def test_compiled_models_attend_outside_graphs(name: str) -> None:
         torch.testing.assert_close(torch.compile(model, backend="eager")(tokens)[0], model(tokens)[0])
 
 
+def test_incomplete_pools_are_no_choice() -> None:
+    """Of a row with padding on the right, the third pool has no last token: transformers gives it that of token 0."""
+    at, valid = torch.arange(12), torch.arange(12)[None] < 10
+    ends, complete = torch.tensor([[3, 7, 0]]), torch.tensor([[True, True, False]])
+    seen = indexers._visible(at, valid).gather(dim=-1, index=ends[:, None].expand(1, 12, -1)) & complete[:, None]
+    kept = seen.kept
+    found = kept.pattern.allowed(torch.tensor(0), at[:, None], torch.arange(3)) & kept.key_mask
+    assert torch.equal(found, (ends <= at[:, None]) & complete)
+
+
 class Softmaxed(nn.Module):
     """An indexer whose scores are not DeepSeek's."""
 

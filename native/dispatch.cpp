@@ -218,6 +218,7 @@ static constexpr Field fields[] = {
     INDEX(row_at) INDEX(col_at)
     OPTION(scale) OPTION(key_bits) OPTION(key_words) OPTION(key_lengths) OPTION(head_at) OPTION(batch_at) OPTION(seed)
     OPTION(dropout_threshold)
+    OPTION(softcap) OPTION(true_scale) OPTION(slopes)
     WORK(phase) WORK(first_item) WORK(last_item) WORK(first_col) WORK(last_col) WORK(scratch) WORK(times)
     FORWARD(work) FORWARD(work_begin) FORWARD(item_begin) FORWARD(n_splits)
     BACKWARD(out_grad) BACKWARD(out_grad_stride) BACKWARD(lse_grad) BACKWARD(delta) BACKWARD(q_grad) BACKWARD(k_grad)

@@ -4,6 +4,7 @@
 #include "bf16.h"
 #include "decode.h"
 #include "dropout.h"
+#include "transform.h"
 
 namespace ISA {
 
@@ -72,6 +73,9 @@ template <class P> void attend_row(const ringtile_call &c, const RowItem &row, F
             if (reach.first >= reach.last) continue;
             int first = reach.first / P::KEY_STEP * P::KEY_STEP, count = reach.last - first;
             products.scores(vectors, lane - from, first, count, to.scores);
+            if (transforms(c))
+                transform_scores<T>(c, row.head.h, to.scores, nullptr, P::LANES, vectors, count,
+                                    keys.position + first - queries.position - lane);
             products.weigh(vectors, to.scores, first, count, lane, base, mask,
                            c.options.dropout_threshold ? keep : nullptr, softmax);
             const bool last = row.split < 0 && number + 1 == row.last;
@@ -108,6 +112,9 @@ template <class P> void decode_row(const ringtile_call &c, const RowItem &row, F
         if (mask.keeps_nothing(keys)) continue;
         products.load_tile(row.head, keys, mask.unused);
         decode_scores({queries, c.head_dim}, n_queries, products.keys, keys.high, c.head_dim, weights);
+        if (transforms(c))
+            transform_scores<T>(c, row.head.h, weights, nullptr, MAX_BLOCK, (keys.high + L - 1) / L, n_queries,
+                                row.queries.position + low - keys.position);
         for (int r = 0; mask.partial() && r < n_queries; r++) {
             int lane = low + r;
             for (int k = 0; k < keys.high; k++) {

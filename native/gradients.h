@@ -3,6 +3,7 @@
 #include "bf16.h"
 #include "decode.h"
 #include "dropout.h"
+#include "transform.h"
 
 namespace ISA {
 
@@ -57,6 +58,14 @@ template <class T, bool KEYS> struct GradientTile {
 
     INLINE const Side &others() const { return KEYS ? queries : keys; }
 
+    // Softcap and ALiBi of scores [count][step] from lane `first` of the other side on, and their derivatives.
+    __attribute__((noinline)) void transform(const ringtile_call &c, T *scores, T *factors, int step, int vectors,
+                                             int count, int first, int lane) const {
+        const Side &lanes = KEYS ? keys : queries;
+        transform_scores<T>(c, head.h, scores, factors, step, vectors, count,
+                            others().position + first - lanes.position - lane);
+    }
+
     // The tokens of the other side that the lanes [low, high) keep.
     INLINE Reach reach(int low, int high) const {
         const Side &side = KEYS ? keys : queries;
@@ -67,9 +76,9 @@ template <class T, bool KEYS> struct GradientTile {
 };
 
 // Scores and products of out_grad and values, both [count][GROUP], become dropped weights and gradients of scores. Rows
-// start at lane `first` of their side.
+// start at lane `first` of their side. Unless null, factors multiply gradients too.
 template <class T, int N, bool KEYS>
-void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int count, int lane,
+void score_gradients(const ringtile_call &c, T *scores, T *grads, const T *factors, int first, int count, int lane,
                      const GradientTile<T, KEYS> &tile) {
     constexpr int L = Lanes<T>::count;
     const T scale = (T)c.options.scale;
@@ -83,6 +92,7 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int
         bool dropped = !KEYS && masked && bit(masked, other);
         for (int n = 0; n < N; n++) {
             int at = lane + n * L;
+            opaque(factors);
             Vec<T> s = load(scores + i * GROUP<T> + n * L), g = load(grads + i * GROUP<T> + n * L);
             Vec<T> high = KEYS ? splat<T>(lse[other]) : load(lse + at),
                 mean = KEYS ? splat<T>(delta[other]) : load(delta + at);
@@ -93,6 +103,7 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int
                 g = keep ? g * share : Vec<T>{};
             }
             g = p * (g - mean) * scale;
+            if (factors) g *= load(factors + i * GROUP<T> + n * L);
             if (bits || masked) {
                 Ints<T> kept = bits ? lanes_of<T>(bits + other * tile.words, at) : ~Ints<T>{};
                 if (KEYS && masked) kept &= ~lanes_of<T>((const int32_t *)masked, at);
@@ -104,6 +115,17 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int
             store(grads + i * GROUP<T> + n * L, g);
         }
     }
+}
+
+// The same for so many vectors, after softcap and ALiBi. Not inline, as in transform.h.
+template <class T, bool KEYS>
+__attribute__((noinline)) void group_weights(const ringtile_call &c, T *scores, T *grads, T *factors, int first,
+                                             int count, int vectors, int lane, const GradientTile<T, KEYS> &tile) {
+    if (transforms(c)) tile.transform(c, scores, factors, GROUP<T>, vectors, count, first, lane);
+    else factors = nullptr;
+    with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
+        score_gradients<T, decltype(n)::value>(c, scores, grads, factors, first, count, lane, tile);
+    });
 }
 
 // The members of a policy P of the backward pass. A policy without one of them, or with other arguments, does not compile.
@@ -143,7 +165,7 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
     const int64_t width;  // D in whole vectors: of a row of keys whose product is a row of vectors
     // Operands of D and of Dv numbers: keys and values in the lanes, queries and output gradients in the rows, or the
     // other way around.
-    T *lanes_d, *lanes_dv, *copy_d, *copy_dv, *keys, *used_keys, *query_copy, *scores, *grads;
+    T *lanes_d, *lanes_dv, *copy_d, *copy_dv, *keys, *used_keys, *query_copy, *scores, *grads, *factors;
     Rows<T> others_d, others_dv;
     Rows<E> pairs;  // of the other side
     E *pair_copy;
@@ -151,13 +173,16 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
 
     static int64_t padded(const ringtile_call &c) { return (c.head_dim + L - 1) / L * L; }
     static int64_t size(const ringtile_call &c) {
-        return (2 * c.head_dim + 2 * c.value_dim + 3 * padded(c) + 2 * GROUP<T> + (PAIRS ? c.head_dim / 2 : 0)) * MAX_BLOCK;
+        const int64_t pairs = PAIRS ? c.head_dim / 2 : 0;
+        return (2 * c.head_dim + 2 * c.value_dim + 3 * padded(c) + 3 * GROUP<T> + pairs) * MAX_BLOCK;
     }
 
     PlainGradients(const ringtile_call &call, T *x) : c(call), width(padded(call)), others_d(), others_dv(), pairs() {
-        T **places[] = {&keys, &used_keys, &query_copy, &scores, &grads, &lanes_d, &copy_d, &lanes_dv, &copy_dv};
-        int64_t widths[] = {width, width, width, GROUP<T>, GROUP<T>, c.head_dim, c.head_dim, c.value_dim, c.value_dim};
-        for (int i = 0; i < 9; i++) {
+        T **places[] = {&keys,    &used_keys, &query_copy, &scores,   &grads,
+                        &factors, &lanes_d,   &copy_d,     &lanes_dv, &copy_dv};
+        int64_t widths[] = {width,    width,      width,      GROUP<T>,    GROUP<T>,
+                            GROUP<T>, c.head_dim, c.head_dim, c.value_dim, c.value_dim};
+        for (int i = 0; i < 10; i++) {
             *places[i] = x;
             x += widths[i] * MAX_BLOCK;
         }
@@ -228,9 +253,7 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
         else multiply_scores(vectors, offset, skipped, count);
         matmul<T, true>(vectors, others_dv.row(skipped), others_dv.step, lanes_dv + offset * c.value_dim, GROUP<T>,
                         grads, GROUP<T>, count, c.value_dim, false);
-        with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
-            score_gradients<T, decltype(n)::value>(c, scores, grads, tile.others().low + skipped, count, lane, tile);
-        });
+        group_weights(c, scores, grads, factors, tile.others().low + skipped, count, vectors, lane, tile);
     }
 
     // Keys of a key head, and `with_rows` if gradients of queries are summed too.

@@ -90,7 +90,7 @@ template <class E> struct AmxGradients {
     const int key_width, value_width;    // dims in tiles of 16
     // Of 32 queries: scores, and products of values and output gradients [key][32]. Gradients of scores in pairs of
     // keys, tiles [32 keys][strip]. Then of all queries: weights and gradients of scores, tiles [16 keys][32 queries].
-    float *scores, *products;
+    float *scores, *products, *factors;
     char *slope_pairs, *weights, *slopes;
     bfloat16 *key_copy, *value_copy, *row_copy;
     char *key_tiles, *used_key_tiles;  // of the transpose, [16 dims][32 keys]
@@ -128,7 +128,7 @@ template <class E> struct AmxGradients {
     }
     static int64_t size(const ringtile_call &c) {
         const int64_t copies = packed_size(c.head_dim) + packed_size(c.value_dim) + copied_size(c);
-        return (2 * LANES + SPLIT * (LANES / 2 + 2 * 64) + copies + 2 * pairs_size(c.head_dim) +
+        return (3 * LANES + SPLIT * (LANES / 2 + 2 * 64) + copies + 2 * pairs_size(c.head_dim) +
                 round16(c.head_dim) + decoded_size(c) + places_of(c) * row_size(c)) * MAX_BLOCK;
     }
 
@@ -137,7 +137,7 @@ template <class E> struct AmxGradients {
           key_width((int)round16(c.head_dim)), value_width((int)round16(c.value_dim)), keys(), values(),
           finite_keys(), places((int)places_of(c)), used_places(1) {
         const auto take = [&](int64_t count) { return (memory += count * MAX_BLOCK) - count * MAX_BLOCK; };
-        scores = take(LANES), products = take(LANES), slope_pairs = (char *)take(SPLIT * LANES / 2);
+        scores = take(LANES), products = take(LANES), factors = take(LANES), slope_pairs = (char *)take(SPLIT * LANES / 2);
         weights = (char *)take(SPLIT * 64), slopes = (char *)take(SPLIT * 64);
         key_copy = (bfloat16 *)take(packed_size(c.head_dim)), value_copy = (bfloat16 *)take(packed_size(c.value_dim));
         row_copy = (bfloat16 *)take(copied_size(c));
@@ -331,6 +331,7 @@ template <class E> struct AmxGradients {
         };
         if (decodes<float>(c, side)) decode(tile, lane, first, rows);
         else multiply(both, tokens(keys), lanes(row.queries, c.head_dim), scores, rows, steps);
+        if (transforms(c)) tile.transform(c, scores, factors, LANES, LANES / AMX_SIDE, rows * AMX_SIDE, first, lane);
         multiply(both, tokens(values), lanes(row.grads, c.value_dim), products, rows, value_steps);
         reach = {first, (reach.last + AMX_KEYS - 1) / AMX_KEYS * AMX_KEYS};
         if (plain) weigh<false, false, COLUMNS, ROWS>(tile, row, lane, reach);
@@ -376,7 +377,7 @@ template <class E> struct AmxGradients {
             lse[n] = load(row.lse + lane + n * AMX_SIDE);
             delta[n] = _mm512_load_ps(row.delta + lane + n * AMX_SIDE);
         }
-        const float *score = scores, *product = products;
+        const float *score = scores, *product = products, *factor = transforms(c) ? factors : nullptr;
         char *const to_weights = weights + group * AMX_BYTES, *const to_slopes = slopes + group * AMX_BYTES;
         char *const to_pairs = slope_pairs;
         for (uint32_t key = (uint32_t)reach.first; key < (uint32_t)reach.last; key += 2) {
@@ -386,6 +387,7 @@ template <class E> struct AmxGradients {
                 __m512 weight[2], slope[2];
                 const uint32_t keep = MASKED ? kept[key + i] : 0;
                 const uint32_t stays = DROPS ? tile.keep[key + i][group] : 0;
+                opaque(factor);
 #pragma GCC unroll 2
                 for (int n = 0; n < 2; n++, score += AMX_SIDE, product += AMX_SIDE) {
                     const __m512 p = exp2_of<E>((__m512)exponent_of<float>(load(score), scale, lse[n]));
@@ -394,6 +396,7 @@ template <class E> struct AmxGradients {
                     __m512 g = _mm512_load_ps(product);
                     if (DROPS) g = _mm512_maskz_mul_ps(left, g, share);
                     g = _mm512_sub_ps(g, delta[n]);
+                    if (factor) g = _mm512_mul_ps(g, _mm512_load_ps(factor + (product - products)));
                     slope[n] = MASKED ? _mm512_maskz_mul_ps(alive, p, g) : _mm512_mul_ps(p, g);
                     weight[n] = DROPS ? _mm512_maskz_mul_ps(alive & left, p, share)
                                 : MASKED ? _mm512_maskz_mov_ps(alive, p) : p;

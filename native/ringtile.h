@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 11
+#define RINGTILE_ABI 12
 
 // Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
 enum ringtile_dtype {
@@ -71,7 +71,7 @@ typedef struct ringtile_call {
         const int32_t *full_row_ptr, *full_col, *part_row_ptr, *part_col, *part_tile;
         const int32_t *full_col_ptr, *full_row, *part_col_ptr, *part_row, *part_tile_t;
         const int32_t *bits, *bits_t, *rows_any, *cols_any;
-        // If not null, the tile in position space that each row or column tile holds. Only dropout depends on it.
+        // If not null, the tile in position space that each row or column tile holds, for dropout and slopes.
         const int32_t *row_at, *col_at;
     } index;
 
@@ -83,6 +83,10 @@ typedef struct ringtile_call {
         // If not null, the numbers of the heads and batch elements in the whole problem, for dropout.
         const int64_t *head_at, *batch_at;
         int64_t seed, dropout_threshold;
+        // With a softcap above 0 or slopes [H] of ALiBi, scores are multiplied by true_scale, then transformed
+        // (transform.h), and scale is 1.
+        double softcap, true_scale;
+        const double *slopes;
     } options;
 
     // The work items of this call, and its columns if an item is a head.

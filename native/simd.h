@@ -43,21 +43,21 @@ template <class T> INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
 
 template <class T> INLINE Vec<T> max(Vec<T> a, Vec<T> b) { return a > b ? a : b; }
 
-INLINE Vec<float> polynomial(Vec<float> f) {
+// (2^f - 1) / f on [-1/2, 1/2].
+INLINE Vec<float> rise(Vec<float> f) {
     Vec<float> p = 0.0001535336164324439f * f + 0.0013398874573709574f;
     p = p * f + 0.009618437360017296f;
     p = p * f + 0.055503324706629f;
     p = p * f + 0.24022647913592815f;
-    p = p * f + 0.6931472028553305f;
-    return p * f + 1.0f;
+    return p * f + 0.6931472028553305f;
 }
 
-INLINE Vec<double> polynomial(Vec<double> f) {
+INLINE Vec<double> rise(Vec<double> f) {
     // The Taylor series of 2^f: its 14th term is below 4e-18 on [-1/2, 1/2].
     const double ln2 = 0.69314718055994530942;
     Vec<double> p = splat<double>(1.0);
-    for (int n = 13; n >= 1; n--) p = p * f * (ln2 / n) + 1.0;
-    return p;
+    for (int n = 13; n > 1; n--) p = p * f * (ln2 / n) + 1.0;
+    return p * ln2;
 }
 
 // 2^x for x up to 127. Below the smallest normal number it returns that number, so callers select zeros instead of
@@ -68,7 +68,7 @@ template <class T> INLINE Vec<T> exp2(Vec<T> x) {
     const T lowest = narrow ? -126 : -1022, magic = narrow ? T(12582912.0 + 127) : T(6755399441055744.0 + 1023);
     x = x < lowest ? splat<T>(lowest) : x;
     Vec<T> rounded = x + magic;
-    Vec<T> p = polynomial(x - (rounded - magic));
+    Vec<T> f = x - (rounded - magic), p = rise(f) * f + 1;
     return p * (Vec<T>)((Ints<T>)rounded << (narrow ? 23 : 52));
 }
 

@@ -72,6 +72,8 @@ def check(
     dtype: torch.dtype,
     shapes: Sequence[tuple[int, int, int]] = SHAPES,
     rounding: float = 0.0,
+    exactly: Attention = exact,
+    by_torch: Attention = torchs,
 ) -> None:
     """The error of each result is at most three times torch's and a unit in the last place.
 
@@ -81,8 +83,8 @@ def check(
         errors = {name: [0.0, 0.0, 0.0] for name in NAMES}
         for seed in range(3):
             inputs, grad_out = draw_inputs(size, dtype, shape, seed)
-            true = results(exact, [x.double() for x in inputs], grad_out)
-            mine, theirs = results(attend, inputs, grad_out), results(torchs, inputs, grad_out)
+            true = results(exactly, [x.double() for x in inputs], grad_out)
+            mine, theirs = results(attend, inputs, grad_out), results(by_torch, inputs, grad_out)
             slopes = inputs[1].double().norm().item() * grad_out.double().norm().item()
             floor = WEIGHT_FLOOR * slopes * shape[2] + rounding * slopes / math.sqrt(shape[0] * shape[2])
             for name, sums in errors.items():
@@ -96,8 +98,8 @@ def check(
             assert error <= 3 * bound + last_place, (name, shape, error, bound, last_place)
 
 
-def served_by(backend: str) -> Attention:
-    return lambda q, k, v: sparse_attention(q, k, v, Causal(), return_lse=True, backend=backend)
+def served_by(backend: str, softcap: float = 0.0) -> Attention:
+    return lambda q, k, v: sparse_attention(q, k, v, Causal(), softcap=softcap, return_lse=True, backend=backend)
 
 
 @needs_library
@@ -122,6 +124,65 @@ def test_the_native_kernel_is_as_exact_as_torch(
     for products in (5, 7):
         monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
         check(served_by("native"), size, dtype, rounding=torch.finfo(torch.float32).eps if tiles else 0.0)
+
+
+CAP = 30.0
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = CAP * torch.tanh((q @ k.mT) * q.shape[-1] ** -0.5 / CAP)
+    scores = scores.masked_fill(~causal_mask(q.shape[2], k.shape[2]), -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@needs_library
+@pytest.mark.parametrize("size", SIZES[::3])
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_capped_scores_are_as_exact_as_torchs(name: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's matmuls and tanh from the lse, whose rounding is that of the cap."""
+    use_set(name, monkeypatch)
+    for products in (5, 7):
+        monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+        mine, theirs = served_by("native", softcap=CAP), served_by("blockwise", softcap=CAP)
+        check(mine, size, torch.float32, exactly=capped, by_torch=theirs)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_a_capped_score_has_all_digits_at_any_size(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lse of a query with one key is its score, and the gradient of the lse is the score's."""
+    use_set(name, monkeypatch)
+    sizes = torch.logspace(-8, 30, 300, dtype=torch.float64).unsqueeze(1)
+    x = (sizes * torch.linspace(-1, 1, 9, dtype=torch.float64)).flatten().to(dtype)
+    one = torch.ones(1, 1, 1, 1, dtype=dtype)
+    for cap, scale in ((1.0, 1.0), (50.0, -0.3)):
+        q = x.view(1, 1, -1, 1).clone().requires_grad_()
+        _, lse = sparse_attention(q, one, one, softcap=cap, scale=scale, return_lse=True, backend="native")
+        (grad,) = torch.autograd.grad(lse.sum(), q)
+        tanh = torch.tanh(x.double() * scale / cap)
+        unit = torch.finfo(dtype).eps
+        torch.testing.assert_close(lse[0, 0].double(), cap * tanh, rtol=5 * unit, atol=0)
+        torch.testing.assert_close(grad.flatten().double(), scale * (1 - tanh**2), rtol=0, atol=8 * unit * abs(scale))
+
+
+@needs_library
+@pytest.mark.parametrize("start", [0, 2**24 + 1, 2**30 - 200, 2**33 + 5])
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_distances_are_those_of_integers(name: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_set(name, monkeypatch)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for n_queries in (1, 150):
+            q, k = torch.zeros(1, 1, n_queries, 64, dtype=dtype), torch.ones(1, 1, 1, 64, dtype=dtype)
+            _, lse = sparse_attention(
+                q, k, k, start=start, alibi_slopes=torch.ones(1), return_lse=True, backend="native"
+            )
+            # Floats round once. Those that 32 bits do not hold round twice.
+            rtol = 2 * torch.finfo(lse.dtype).eps if start > 2**32 else 0
+            distances = (start + torch.arange(n_queries)).to(lse.dtype)
+            torch.testing.assert_close(lse[0, 0], -distances, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("size", SIZES[::3])

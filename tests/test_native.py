@@ -101,11 +101,13 @@ class Case:
     key_lengths: bool
     poisoned: bool
     chunked: bool
+    softcap: float
+    alibi: bool
 
     def features(self) -> Iterator[str]:
         """What the case exercises."""
         yield from (str(self.dtype), f"block {self.block}", self.kind, f"threads {self.threads}", *self.layouts)
-        flags = ("dropout_p", "lse_grad", "key_mask", "key_lengths", "poisoned", "chunked")
+        flags = ("dropout_p", "lse_grad", "key_mask", "key_lengths", "poisoned", "chunked", "softcap", "alibi")
         yield from (name for name in flags if getattr(self, name))
         yield from (
             name
@@ -185,6 +187,8 @@ def draw(number: int) -> Case:
         key_lengths=every(3),
         poisoned=every(3),
         chunked=every(4),
+        softcap=1.5 if every(5) else 0.0,
+        alibi=every(3),
     )
 
 
@@ -317,7 +321,7 @@ def make(case: Case) -> Problem:
             x = tensors[place]
             # An expanded last dimension is what the gradient of a sum has.
             tensors[place] = (x[..., :1] if place == 3 else x[:1, :1]).expand(x.shape)
-    options: dict[str, Any] = {"scale": case.scale}
+    options: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap}
     if case.key_mask:
         options["key_mask"] = torch.rand(case.batch, case.n_keys) < 0.7
     if case.key_lengths:
@@ -326,6 +330,8 @@ def make(case: Case) -> Problem:
     kept = kept_pairs(index, tensors[0], tensors[1], **masks)
     if case.dropout_p:
         options.update(dropout_p=case.dropout_p, seed=case.number * 0x9E3779B97F4A7C15 % 2**64 - 2**63)
+    if case.alibi:
+        options["alibi_slopes"] = torch.linspace(-0.01, 0.05, case.heads)
     lse_grad = None
     if case.lse_grad:
         wide = torch.float64 if case.dtype == torch.float64 else torch.float32
@@ -364,6 +370,8 @@ def check(case: Case, problem: Problem, actual: Result) -> None:
     wanted = {"out": expected.out, "lse": expected.lse, **expected.grads}
     # What is rounded: scores in proportion to their size; and sums over values and queries, before they cancel.
     scores = 1.0 if case.scale is None else max(1.0, abs(case.scale) * case.head_dim**0.5)
+    if case.alibi:
+        scores = max(scores, 0.05 * (abs(case.start) + case.n_queries + case.n_keys))
     terms = max(1.0, case.value_dim / 16) * max(1.0, case.n_queries * case.heads / (case.n_keys * case.kv_heads))
     wrong = {}
     for name, x in actual.tensors().items():
@@ -403,13 +411,15 @@ def test_fuzz_against_the_oracle(number: int, monkeypatch: pytest.MonkeyPatch) -
 def test_the_fuzz_meets_every_feature() -> None:
     found = Counter(feature for number in range(256) for feature in draw(number).features())
     assert set(found) == {feature for number in range(64) for feature in draw(number).features()}
-    assert len(found) == 46
+    assert len(found) == 48
     assert min(found.values()) >= 12, found.most_common()
 
 
 # Bits: the same from run to run, for any number of threads, by both routes of the backward pass.
 
 Bits = dict[str, Tensor]
+
+TRANSFORMS: dict[str, Any] = {"softcap": 1.5, "alibi_slopes": torch.tensor([0.02, 0.0, -0.01, 0.05])}
 
 
 def bits_of(problem: Problem, threads: int) -> Bits:
@@ -443,7 +453,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     index = build_index(Window(600) | GlobalTokens(20), 90, 1100, start=500, num_heads=4, block=16)
     assert int(index.rows.work[:, 3].max()) > 0
     inputs = make_inputs(1, 4, 90, 1100, head_dim=8, kv_heads=kv_heads, value_dim=12, dtype=dtype)
-    options = {"dropout_p": 0.2, "seed": 5, "key_mask": torch.rand(1, 1100) < 0.9}
+    options = {"dropout_p": 0.2, "seed": 5, "key_mask": torch.rand(1, 1100) < 0.9, **TRANSFORMS}
     problem = Problem(inputs, inputs, torch.randn(1, 4, 90), index, options)
     expected = bits_of(problem, 1)
     assert "run_columns" in routes
@@ -625,15 +635,17 @@ def test_both_routes_give_the_same_bits_for_a_few_queries(dtype: torch.dtype, mo
     for n_queries, start in ((1, 77), (3, 77), (4, 15), (5, 126)):
         inputs = make_inputs(2, 2, n_queries, 200, head_dim=32, kv_heads=1, dtype=dtype)
         index = build_index(Causal() & Window(90), n_queries, 200, start=start, num_heads=2)
-        problem = Problem(inputs, inputs, None, index, {"key_mask": torch.rand(2, 200) < 0.8, "scale": -0.3})
-        found = {}
-        for products in (5, 7):
-            monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
-            found[products] = bits_of(problem, 1)
-        assert_same_bits(found[7], found[5])
-        expected = oracle(*inputs[:3], index, grad_out=inputs[3], **problem.options)
-        for name, x in expected.grads.items():
-            assert relative_error(found[5][name], x) < 3 * RELATIVE[dtype], name
+        options = {"key_mask": torch.rand(2, 200) < 0.8, "scale": -0.3}
+        for more in ({}, {"softcap": 1.5}, {"alibi_slopes": torch.tensor([0.02, 0.05])}):
+            problem = Problem(inputs, inputs, None, index, options | more)
+            found = {}
+            for products in (5, 7):
+                monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+                found[products] = bits_of(problem, 1)
+            assert_same_bits(found[7], found[5])
+            expected = oracle(*inputs[:3], index, grad_out=inputs[3], **problem.options)
+            for name, x in expected.grads.items():
+                assert relative_error(found[5][name], x) < 3 * RELATIVE[dtype], (name, more)
 
 
 # The clocks of the library: that they count, and whose; what they say, no test asks.
@@ -1271,6 +1283,8 @@ def test_both_routes_by_tiles_give_the_same_bits(
     index = build_index(pattern, n_tokens, start=19, num_heads=2, block=block)
     inputs = make_inputs(1, 2, n_tokens, head_dim=head_dim, kv_heads=kv_heads, value_dim=40, dtype=tiles)
     options = {"key_mask": torch.rand(1, n_tokens) < 0.9, "dropout_p": 0.2, "seed": 3} if pattern is LONG else {}
+    if kv_heads == 2:
+        options |= {"softcap": 1.5, "alibi_slopes": torch.tensor([0.02, 0.05])}
     problem = Problem(inputs, inputs, torch.randn(1, 2, n_tokens), index, options)
     found = {}
     for products, threads in ((5, 1), (7, 1), (7, 3)):

@@ -80,9 +80,7 @@ def test_slices_give_the_bits_of_one_call(name: str, backend: str) -> None:
 @pytest.mark.parametrize("option", [*OPTIONS, "alibi_slopes", "all"])
 def test_options_are_cut_with_the_tensors(option: str) -> None:
     options = OPTIONS if option == "all" else {option: (OPTIONS | {"alibi_slopes": torch.rand(HEADS)})[option]}
-    # The native kernel has no slopes.
-    backend = "blockwise" if option == "alibi_slopes" else BACKENDS[0]
-    check_slices(torch.float32, None, 2, 12, backend=backend, is_causal=True, **options)
+    check_slices(torch.float32, None, 2, 12, backend=BACKENDS[0], is_causal=True, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

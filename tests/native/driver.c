@@ -196,6 +196,7 @@ typedef struct {
     int grad_types[3];
     char *kept;  // of each pair [B, H, Nq, Nk]
     tensor q, k, v, out, out_grad;
+    double scale, *slopes;  // of the scores before softcap and ALiBi, and null without slopes
 } problem;
 
 static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
@@ -491,11 +492,34 @@ static int compute_backward(problem *p) {
     return failed;
 }
 
+// Softcap and ALiBi, each in some of the cases. Slopes are small where positions are far apart.
+static void draw_transform(problem *p) {
+    ringtile_call *c = &p->c;
+    const double most = c->index.row_at || c->index.col_at ? 1e-8 : 0.05;
+    p->scale = c->options.scale;
+    if (!draw(3)) c->options.softcap = 1.5;
+    if (!draw(3)) {
+        c->options.slopes = p->slopes = allocate(c->heads, 8);
+        for (int64_t h = 0; h < c->heads; h++) p->slopes[h] = most * (draw(1000) / 1000.0 - 0.2);
+    }
+    if (c->options.softcap > 0 || p->slopes) c->options.true_scale = p->scale, c->options.scale = 1;
+}
+
+// What softcap and ALiBi make of a product, and its derivative.
+static double transformed(const problem *p, int64_t h, int64_t a, int64_t j, double product, double *factor) {
+    const ringtile_call *c = &p->c;
+    const double cap = c->options.softcap, t = cap > 0 ? tanh(product * p->scale / cap) : 0;
+    const int32_t query = (int32_t)position_of(p, c->index.row_at, floor_div(c->index.start, c->block), c->index.start + a);
+    *factor = p->scale * (1 - t * t);
+    return (cap > 0 ? cap * t : product * p->scale) -
+           (p->slopes ? p->slopes[h] * abs(query - (int32_t)position_of(p, c->index.col_at, 0, j)) : 0);
+}
+
 enum { OUTPUT, LSE, Q_GRAD, K_GRAD, V_GRAD, RESULTS };
 
-// One query and head in double, pair by pair. `weight` and `share` hold a value per key.
+// One query and head in double, pair by pair. `weight`, `share` and `factor` hold a value per key.
 static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double **wanted, double *weight,
-                       double *share) {
+                       double *share, double *factor) {
     const ringtile_call *c = &p->c;
     const int64_t g = h / p->ratio, at = (b * c->heads + h) * c->n_queries + a, D = c->head_dim, Dv = c->value_dim;
     const char *kept = kept_by(p, b, h, a);
@@ -503,8 +527,9 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
     double top = -INFINITY, total = 0, mean = 0;
     for (int64_t j = 0; j < c->n_keys; j++) {
         if (!kept[j]) continue;
-        weight[j] = 0;
-        for (int64_t d = 0; d < D; d++) weight[j] += c->options.scale * query[d] * row_of(&p->k, b, g, j)[d];
+        double product = 0;
+        for (int64_t d = 0; d < D; d++) product += query[d] * row_of(&p->k, b, g, j)[d];
+        weight[j] = transformed(p, h, a, j, product, factor + j);
         top = fmax(top, weight[j]);
     }
     for (int64_t j = 0; j < c->n_keys; j++)
@@ -528,7 +553,7 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
     if (c->backward.lse_grad) mean -= get(c->backward.lse_grad, at, p->wide);
     for (int64_t j = 0; j < c->n_keys; j++) {
         if (!kept[j]) continue;
-        double slope = weight[j] * (share[j] - mean) * c->options.scale;
+        double slope = weight[j] * (share[j] - mean) * factor[j];
         double *key_grad = wanted[K_GRAD] + ((b * c->kv_heads + g) * c->n_keys + j) * D;
         for (int64_t d = 0; d < D; d++) {
             wanted[Q_GRAD][at * D + d] += slope * row_of(&p->k, b, g, j)[d];
@@ -545,6 +570,7 @@ static int check(const problem *p) {
     const int64_t *n = p->grad_counts, counts[RESULTS] = {n_lse * c->value_dim, n_lse, n[0], n[1], n[2]};
     const void *grads[] = {c->backward.q_grad, c->backward.k_grad, c->backward.v_grad};
     double *wanted[RESULTS], *found[RESULTS], *weight = allocate(c->n_keys, 8), *share = allocate(c->n_keys, 8);
+    double *factor = allocate(c->n_keys, 8);
     for (int i = 0; i < RESULTS; i++) {
         wanted[i] = memset(allocate(counts[i], 8), 0, counts[i] * 8), found[i] = allocate(counts[i], 8);
         for (int64_t j = 0; i >= Q_GRAD && j < counts[i]; j++)
@@ -552,7 +578,7 @@ static int check(const problem *p) {
     }
     for (int64_t at = 0; at < n_lse; at++) {
         int64_t a = at % c->n_queries, h = at / c->n_queries % c->heads, b = at / c->n_queries / c->heads;
-        expect_row(p, b, h, a, wanted, weight, share);
+        expect_row(p, b, h, a, wanted, weight, share, factor);
         for (int64_t d = 0; d < c->value_dim; d++)
             found[OUTPUT][at * c->value_dim + d] = get(c->out, place_of(&p->out, b, h, a) + d, c->dtype);
         found[LSE][at] = get(c->lse, at, p->wide);
@@ -727,9 +753,10 @@ static int check_lists(int isa, int number) {
     }
     problem p = {0};
     p.c = c, p.c.dtype = c.dtype, p.wide = RINGTILE_FLOAT32, p.ratio = ratio, p.kept = kept;
-    p.q = q, p.k = k, p.v = v, p.out = out, p.out_grad = out_grad;
+    p.q = q, p.k = k, p.v = v, p.out = out, p.out_grad = out_grad, p.scale = c.options.scale;
     const void *grads[] = {c.backward.q_grad, k_grad, v_grad};
     double *wanted[RESULTS], *found[RESULTS], *weight = allocate(c.n_keys, 8), *share = allocate(c.n_keys, 8);
+    double *factor = allocate(c.n_keys, 8);
     for (int i = 0; i < RESULTS; i++) {
         wanted[i] = memset(allocate(counts[i], 8), 0, counts[i] * 8), found[i] = allocate(counts[i], 8);
         for (int64_t j = 0; i >= Q_GRAD && j < counts[i]; j++)
@@ -737,7 +764,7 @@ static int check_lists(int isa, int number) {
     }
     for (int64_t row = 0; row < n_rows; row++) {
         const int64_t i = row % c.n_queries, h = row / c.n_queries % c.heads, b = row / c.n_queries / c.heads;
-        expect_row(&p, b, h, i, wanted, weight, share);
+        expect_row(&p, b, h, i, wanted, weight, share, factor);
         for (int64_t d = 0; d < c.value_dim; d++)
             found[OUTPUT][row * c.value_dim + d] = get(c.out, place_of(&out, b, h, i) + d, c.dtype);
         found[LSE][row] = lse[row];
@@ -813,6 +840,7 @@ static void draw_problem(problem *p, int isa, int number) {
 static int run(int isa, int number) {
     problem p;
     draw_problem(&p, isa, number);
+    draw_transform(&p);
     int failed = compute_forward(&p);
     failed |= compute_backward(&p);
     failed |= check(&p);

@@ -22,7 +22,6 @@ from ringtile.kernels.contracts import (
     accumulator,
     dense_tiles_reason,
     index_of,
-    lacking,
     new_out,
     with_contiguous_rows,
 )
@@ -86,7 +85,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"needs a CPU, got {q.device}")
     elif reason := reason_against():
         reasons.append(reason)
-    return reasons + lacking(call, "softcap", "alibi_slopes") + dense_tiles_reason(q, k, call)
+    return reasons + dense_tiles_reason(q, k, call)
 
 
 class _Side(NamedTuple):
@@ -303,6 +302,10 @@ class _Job:
             for name, numbers in (("head_at", call.head_at), ("batch_at", call.batch_at)):
                 if numbers is not None:
                     setattr(c, name, self.keep(numbers.contiguous()).data_ptr())
+        if call.softcap or call.alibi_slopes is not None:
+            c.scale, c.true_scale, c.softcap = 1, call.scale, call.softcap
+        if call.alibi_slopes is not None:
+            c.slopes = self.keep(call.alibi_slopes.double().contiguous()).data_ptr()
         c.threads = threads_of(template.operations)
 
     def keep(self, x: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ def check_options(q: Tensor, k: Tensor, call: Call) -> None:
         raise ValueError(f"key_bits: expected int32 [{len(q)}, {-(-k.shape[2] // 32)}], got {bits.dtype} {bits.shape}")
     if lengths is not None and lengths.shape != (len(q),):
         raise ValueError(f"key_lengths: expected [{len(q)}], got {lengths.shape}")
+    if (slopes := call.alibi_slopes) is not None and slopes.shape != q.shape[1:2]:
+        raise ValueError(f"alibi_slopes: expected [{q.shape[1]}], got {slopes.shape}")
     for name, numbers, of in (("head_at", call.head_at, 1), ("batch_at", call.batch_at, 0)):
         if numbers is not None and (numbers.shape != (q.shape[of],) or numbers.dtype != torch.int64):
             raise ValueError(f"{name}: expected int64 [{q.shape[of]}], got {numbers.dtype} {numbers.shape}")

@@ -18,6 +18,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, lists: Lists, dropout_p: float)
     reasons = triton.device_reasons(q)
     if q.shape[3] > _WIDEST or v.shape[3] > _WIDEST_VALUE:
         reasons.append(f"knows head dims up to {_WIDEST} and {_WIDEST_VALUE}, got {q.shape=}, {v.shape=}")
+    elif max(q.shape[3], v.shape[3]) > 256 and q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+        reasons.append(f"head dims above 256 need compute capability 8.0, got {q.shape=}, {v.shape=}")
     if k.shape[2] >= 2**31:
         reasons.append(f"counts keys in 32 bits, got {k.shape=}")
     return reasons + ([f"does not support dropout_p, got {dropout_p}"] if dropout_p else [])

@@ -12,8 +12,10 @@ import triton.language as tl
 
 from ringtile.kernels.triton.tiles import CHANGING, online_softmax_step, place_of, weights
 
-_CHANGING = (*CHANGING, "kv_heads", "length", "groups", "indices_b", "limits_b", "first_query", "queries", "chunk")
-_CHANGING = (*_CHANGING, "pieces", "entries", "slots", "items")
+_CHANGING = (
+    *(*CHANGING, "kv_heads", "length", "groups", "indices_b", "limits_b", "first_query", "queries", "chunk"),
+    *("pieces", "entries", "slots", "items"),
+)
 
 
 class Constants(NamedTuple):
@@ -158,8 +160,7 @@ def forward_kernel(
     entries = _list_of(indices, b, h, query, kv_heads, groups, indices_b, n_queries, length)
     low, high = _limits(limits, b, query, limits_b, n_keys)
     first, last = _span(entries, length, low, high, C)
-    q_rows = place_of(strides.q, b, head) + query.to(tl.int64) * strides.q.n
-    q = _pair(Q, q_rows, exists, C)
+    q = _pair(Q, place_of(strides.q, b, head) + query.to(tl.int64) * strides.q.n, exists, C)
     K += place_of(strides.k, b, h)
     V += place_of(strides.v, b, h)
     BM: tl.constexpr = C.BM
@@ -196,12 +197,9 @@ def dq_kernel(
     place = (b * heads + head).to(tl.int64) * n_queries + query
     lse = tl.load(STATS + place, mask=exists, other=float("inf"))
     delta = tl.load(STATS + size + place, mask=exists, other=0.0)
-    # A row that keeps nothing can be NaN.
-    there = exists & (lse != float("inf"))
-    q_rows = place_of(strides.q, b, head) + query.to(tl.int64) * strides.q.n
-    q = _pair(Q, q_rows, there, C)
+    q = _pair(Q, place_of(strides.q, b, head) + query.to(tl.int64) * strides.q.n, exists, C)
     g_rows = place_of(strides.g, b, head) + query.to(tl.int64) * strides.g.n
-    out_grad = _rows(OUT_GRAD, g_rows, there, 0, C.EP, C.E)
+    out_grad = _rows(OUT_GRAD, g_rows, exists, 0, C.EP, C.E)
     K += place_of(strides.k, b, h)
     V += place_of(strides.v, b, h)
     acc = _no_sums(C.BM, C)
@@ -261,7 +259,7 @@ def dkdv_kernel(
         if tl.max(key) < 0:
             return
         rows = ratio
-        slot = (number.to(tl.int64) * length) * C.BLOCK + at + n
+        slot = number.to(tl.int64) * length * C.BLOCK + at + n
     K += place_of(strides.k, b, h)
     V += place_of(strides.v, b, h)
     k = _pair(K, key * strides.k.n, kept, C)
@@ -305,8 +303,7 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def sum_kernel(
-    PARTS, TOTAL, order, bounds, kv_heads, n_keys, groups, indices_b, entries, items, slots,
-    C: tl.constexpr,
+    PARTS, TOTAL, order, bounds, kv_heads, n_keys, groups, indices_b, entries, items, slots, C: tl.constexpr
 ):  # fmt: skip
     """Add BM parts of a key at a time to its total, in order, BN of its numbers."""
     program = tl.program_id(0)

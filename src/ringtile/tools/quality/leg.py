@@ -222,21 +222,29 @@ class Leg:
         figures = {"text": 1.0, "copy": 1.0, "text_nats": between, "first_nats": first, "copy_nats": second}
         return Measured({**figures, **_needles(digits, digits)}, 1.0)
 
-    def losses(self, variant: Variant, seed: int) -> Measured:
-        """Measure what a variant keeps on a sequence: of the perplexity, of the copy's benefit, and of the answers."""
-        dense = self._dense_losses(seed)
-        watched = [Watched(attend, _ROWS) for attend in self.attends(variant)]
-        use_ringtile(self.decoder.model, attend=watched)
+    def kept(self, seed: int) -> dict[str, float]:
+        """Return what the model keeps of dense attention on a sequence, with the attention that it has now."""
         _, between, second, digits = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
-        # A sequence is one call of each layer.
-        recall = torch.stack([each.recall[0] for each in watched])
-        figures: dict[str, float | list[float]] = {
+        dense = self._dense[seed]
+        return {
             # Losses are in nats, so a ratio of perplexities is an exponential.
             "text": math.exp(dense[1] - between),
             "copy": (dense[0] - second) / (dense[0] - dense[2]),
             "text_nats": between,
             "copy_nats": second,
             **_needles(digits, dense[3]),
+        }
+
+    def losses(self, variant: Variant, seed: int) -> Measured:
+        """Measure what a variant keeps on a sequence: of the perplexity, of the copy's benefit, and of the answers."""
+        self._dense_losses(seed)
+        watched = [Watched(attend, _ROWS) for attend in self.attends(variant)]
+        use_ringtile(self.decoder.model, attend=watched)
+        kept = self.kept(seed)
+        # A sequence is one call of each layer.
+        recall = torch.stack([each.recall[0] for each in watched])
+        figures: dict[str, float | list[float]] = {
+            **kept,
             "probed": statistics.mean(each.probed[0] for each in watched),
             "recall": float(recall.mean()),
             "worst_head": float(recall.min()),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -217,16 +218,17 @@ INTRODUCTION = """\
 A model that was trained dense loses quality under a pattern. This page says how much, for {model} at {tokens:,} tokens:
 what is kept of the perplexity of a text, of the benefit of a far copy, and of the digits of far needles, in percent of
 dense attention. Each is the mean of {texts} texts that chose nothing, as in [Quality](../quality.md). The width of each
-pattern is the largest whose density is at most that of the column.
+pattern is the largest whose density is at most that of the column: of pairs, and of tiles in the adaptive row.
 """
 
 READ = """\
-* **Tokens of a text are near.** Every pattern with a window keeps most of a text, and those with the first tokens keep
-  more: many heads put the attention that they do not need there.
-* **Copies and needles are far.** A fixed pattern keeps what lies inside of it, and nothing else. A choice by content
-  finds them at the same density, see [Adaptive attention](../adaptive.md).
-* **Time** is the prefill over that of PyTorch's own attention, in turn in one run ({where}, {dtype}). The choice of the
-  adaptive row counts.
+* **Keep the first tokens.** Heads put the attention that they do not need there, so a window without them loses most of
+  a text. With them, it keeps most of it.
+* **Copies and needles are far.** A fixed pattern drops them, whatever its shape. A choice by content finds them at the
+  same density, see [Adaptive attention](../adaptive.md).
+* **Random and dilated pairs do not replace it.** They take pairs from the window, and hit a needle as rarely.
+* **A model that is trained with a pattern is another model.** This page does not measure what training recovers. [Train
+  with a window](../how-to/train-with-a-window.md) and [Finetune](../how-to/finetune.md) show how to.
 """
 
 TRAINED = """\
@@ -247,13 +249,15 @@ def page(record: dict[str, Any]) -> str:
     heads = ["text / copy / needles kept, %", *(f"{x:.0%}" for x in DENSITIES), "worst text at 10%", "time at 10%"]
     lines = [_line(f"`{name}`", partial(averages, rows, pattern=name, lora=0)) for name in FAMILIES]
     lines.append(_line("[adaptive, calibrated](../adaptive.md)", adaptive))
+    clock = f"""* **Time** is the prefill over that of PyTorch's own attention, in turn in one run ({where},
+    {record["dtype"]}). The choice of the adaptive row counts."""
     parts: list[Part] = [
         INTRODUCTION.format(**facts).partition("\n\n")[0],
         *(_refilled(INTRODUCTION.format(**facts).partition("\n\n")[2])),
         Code(str(record["command"]), "sh"),
         Table(heads, lines, 1),
         Picture("Text kept against the time of a prefill, and copies kept against density", "quality.png"),
-        READ.format(where=where, dtype=record["dtype"]),
+        READ + textwrap.indent(filled(clock), "  ")[2:],
     ]
     if learned := [row for row in rows if row["lora"]]:
         steps, context = learned[0]["lora"], learned[0]["context"]
@@ -295,7 +299,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     sources = {name: partial(averages, record["rows"], pattern=name, lora=0) for name in FAMILIES}
     for name, figures in (sources | {"adaptive, calibrated": adaptive}).items():
         found = [each for x in DENSITIES if (each := figures(asked=x)) is not None]
@@ -308,7 +312,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         right.plot([100 * each["density"] for each in found], [100 * each["copy"] for each in found], **style)
     left.set(xlabel="time of a prefill, dense = 1", ylabel="text kept, %", title="A text")
     right.set(xlabel="density, %", ylabel="benefit kept, %", title="A far copy")
-    right.legend(frameon=False, loc="center right")
+    figure.legend(*right.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=4)
     for each in (left, right):
         each.grid(alpha=0.3)
         each.spines[["top", "right"]].set_visible(False)

@@ -59,6 +59,8 @@ own model, data and draws. Accuracy counts above chance. Bits per byte count as 
   row of a tile wants. `window` keeps the nearest tiles, and `random` draws them.
 * `token blend` lets each query choose. Each keeps the density that is asked for, but most tiles are computed for some
   query: *its tiles* counts them, and time follows.
+* `refined` chooses by the exact attention of all rows among three times as many tiles, which equal parts of `Probe(4)`
+  and `blend` find.
 * `default` is three parts of `Probe(4)` and one of `blend`, and `probe` is `Probe(2)`, see `select`, which also keeps
   the first tile and the one before a row's own. The models that are trained here do without, so that all rows of a
   table spend the same tiles.

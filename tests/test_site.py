@@ -309,6 +309,18 @@ def test_the_figures_of_readme_are_those_of_the_records() -> None:
     assert all(start is not None and start < 1000 for start in starts)
 
 
+def test_the_page_of_pattern_quality_is_that_of_its_record() -> None:
+    made = runpy.run_path(str(ROOT / "benchmarks" / "patterns.py"))
+    record = json.loads((RECORDS / "patterns.json").read_text(encoding="utf-8"))
+    assert read("patterns/quality.md") == made["page"](record), "run python benchmarks/patterns.py --page"
+    for name in ("window", "longformer", "bigbird", "LongNet"):
+        found = made["averages"](record["rows"], pattern=name, asked=0.25, lora=0)
+        assert made["_words"](found) in read("patterns/index.md")
+    sinks = made["averages"](record["rows"], pattern="window and 4 sinks", asked=0.25, lora=0)
+    assert f"keeps {sinks['text']:.0%} of a text" in README
+    assert sinks["copy"] < 0.03
+
+
 def test_the_quality_page_is_that_of_its_record() -> None:
     made = script("quality_page")
     small, theirs = made.record_of("small_tasks"), made.record_of("quality")

@@ -17,8 +17,10 @@ from ringtile.adaptive import (
     Means,
     Probe,
     Recent,
+    Refined,
     Scores,
     Shuffled,
+    Sum,
     View,
 )
 from ringtile.adaptive.choice import DEFAULT_SCORES
@@ -49,12 +51,14 @@ class Oracle(Scores):
 
 
 DEFAULT = "default"
+REFINED = "refined"
 ORACLE = "oracle"
 WINDOW = "window"
 RANDOM = "random"
 
 _BY_NAME: dict[str, Scores] = {
     DEFAULT: DEFAULT_SCORES,
+    REFINED: Sum(Probe(4), Blend()),
     "probe": Probe(),
     "blend": Blend(),
     "first row": Probe("first"),
@@ -70,6 +74,8 @@ _BY_NAME: dict[str, Scores] = {
 }
 ROWS = tuple(_BY_NAME)
 """The names of all rows, in the order of the table."""
+CANDIDATES = 3
+"""Tiles among which `REFINED` chooses each of its own."""
 QUICK_ROWS = (DEFAULT, "probe", "blend", WINDOW, RANDOM, ORACLE)
 
 
@@ -79,5 +85,7 @@ def attention_of(row: str, density: float, block: int, *, seed: int = 0, layer: 
     Only a query's own tile is always kept, so that all rows of a table spend the same number of tiles.
     """
     scores = Shuffled(1000 * seed + layer) if row == RANDOM else _BY_NAME[row]
+    if row == REFINED:
+        scores = Refined(scores, Density(min(1.0, CANDIDATES * density)))
     # Small models are judged by scores that look ahead, and learn with them: the page says so.
     return AdaptiveAttention(scores, Density(density), block=block, first=0, local=0, allow_future=True)

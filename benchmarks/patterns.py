@@ -2,7 +2,7 @@
 
     python benchmarks/patterns.py --model MODEL.gguf --text texts           each pattern at 25%, 10% and 5%
     python benchmarks/patterns.py --model MODEL.gguf --text texts --lora 100 --densities 0.1
-    python benchmarks/patterns.py --page                                    docs/patterns/quality.md and its picture
+    python benchmarks/patterns.py --page                                    docs/pattern-quality.md and its picture
 
 The sequences and figures are those of ``ringtile quality``: a text, a far copy and far needles, as parts of what dense
 attention keeps. The width of a pattern is the largest whose density at ``--tokens`` is at most the one that is asked
@@ -41,8 +41,8 @@ from ringtile.tools.units import count
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "benchmarks" / "records" / "patterns.json"
 ADAPTIVE = ROOT / "benchmarks" / "records" / "quality.json"
-PAGE = ROOT / "docs" / "patterns" / "quality.md"
-PICTURE = ROOT / "docs" / "patterns" / "quality.png"
+PAGE = ROOT / "docs" / "pattern-quality.md"
+PICTURE = ROOT / "docs" / "assets" / "pattern-quality.png"
 DENSITIES = (0.25, 0.1, 0.05)
 KEPT = ("text", "copy", "needles")
 
@@ -217,7 +217,7 @@ INTRODUCTION = """\
 
 A model that was trained dense loses quality under a pattern. This page says how much, for {model} at {tokens:,} tokens:
 what is kept of the perplexity of a text, of the benefit of a far copy, and of the digits of far needles, in percent of
-dense attention. Each is the mean of {texts} texts that chose nothing, as in [Quality](../quality.md). The width of each
+dense attention. Each is the mean of {texts} texts that chose nothing, as in [Quality](quality.md). The width of each
 pattern is the largest whose density is at most that of the column: of pairs, and of tiles in the adaptive row.
 """
 
@@ -225,10 +225,10 @@ READ = """\
 * **Keep the first tokens.** Heads put the attention that they do not need there, so a window without them loses most of
   a text. With them, it keeps most of it.
 * **Copies and needles are far.** A fixed pattern drops them, whatever its shape. A choice by content finds them at the
-  same density, see [Adaptive attention](../adaptive.md).
+  same density, see [Adaptive attention](adaptive.md).
 * **Random and dilated pairs do not replace it.** They take pairs from the window, and hit a needle as rarely.
 * **A model that is trained with a pattern is another model.** This page does not measure what training recovers. [Train
-  with a window](../how-to/train-with-a-window.md) and [Finetune](../how-to/finetune.md) show how to.
+  with a window](how-to/train-with-a-window.md) and [Finetune](how-to/finetune.md) show how to.
 """
 
 TRAINED = """\
@@ -248,7 +248,7 @@ def page(record: dict[str, Any]) -> str:
     facts = {"model": record["model"].removesuffix(".gguf"), "tokens": first["tokens"], "texts": len(first["texts"])}
     heads = ["text / copy / needles kept, %", *(f"{x:.0%}" for x in DENSITIES), "worst text at 10%", "time at 10%"]
     lines = [_line(f"`{name}`", partial(averages, rows, pattern=name, lora=0)) for name in FAMILIES]
-    lines.append(_line("[adaptive, calibrated](../adaptive.md)", adaptive))
+    lines.append(_line("[adaptive, calibrated](adaptive.md)", adaptive))
     clock = f"""* **Time** is the prefill over that of PyTorch's own attention, in turn in one run ({where},
     {record["dtype"]}). The choice of the adaptive row counts."""
     parts: list[Part] = [
@@ -256,7 +256,9 @@ def page(record: dict[str, Any]) -> str:
         *(_refilled(INTRODUCTION.format(**facts).partition("\n\n")[2])),
         Code(str(record["command"]), "sh"),
         Table(heads, lines, 1),
-        Picture("Text kept against the time of a prefill, and copies kept against density", "quality.png"),
+        Picture(
+            "Text kept against the time of a prefill, and copies kept against density", "assets/pattern-quality.png"
+        ),
         READ + textwrap.indent(filled(clock), "  ")[2:],
     ]
     if learned := [row for row in rows if row["lora"]]:

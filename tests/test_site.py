@@ -312,7 +312,7 @@ def test_the_figures_of_readme_are_those_of_the_records() -> None:
 def test_the_page_of_pattern_quality_is_that_of_its_record() -> None:
     made = runpy.run_path(str(ROOT / "benchmarks" / "patterns.py"))
     record = json.loads((RECORDS / "patterns.json").read_text(encoding="utf-8"))
-    assert read("patterns/quality.md") == made["page"](record), "run python benchmarks/patterns.py --page"
+    assert read("pattern-quality.md") == made["page"](record), "run python benchmarks/patterns.py --page"
     for name in ("window", "longformer", "bigbird", "LongNet"):
         found = made["averages"](record["rows"], pattern=name, asked=0.25, lora=0)
         assert made["_words"](found) in read("patterns/index.md")

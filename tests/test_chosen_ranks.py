@@ -128,7 +128,8 @@ def test_half_precision_is_as_close_as_pytorch(name: str) -> None:
     in_runs, in_one = errors(Layout.striped(N_TOKENS, 2, unit=8)), errors(Layout.contiguous(N_TOKENS, 2, unit=1))
     for x in "qkv":
         assert in_runs[x] <= SDPA_BUDGET[torch.bfloat16] * theirs.grads[x], x
-        assert in_runs[x] <= 1.1 * in_one[x], x
+        # Each of two ranks rounds a key's gradient. In one run a key can be that of one rank alone.
+        assert in_runs[x] <= 2**0.5 * in_one[x], x
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "equal"])

@@ -21,7 +21,7 @@ from ringtile.kernels.contracts import Call
 from ringtile.kernels.operators import is_unseen
 from ringtile.patterns import Causal, GlobalTokens, Window
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from small_tasks import __main__ as program
 from small_tasks import trained

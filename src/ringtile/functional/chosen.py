@@ -56,7 +56,7 @@ def lists_of(
 
     Rules that keep an interval of keys per query become limits, all others filter.
     """
-    (batch, heads, n_queries), (key_heads, n_keys), device = query.shape[:3], key.shape[1:3], query.device
+    (batch, heads, n_queries), (key_heads, n_keys) = query.shape[:3], key.shape[1:3]
     lo, hi = torch.zeros_like(at), torch.full_like(at, n_keys)
     filters = []
     for rule in _conjuncts(found.listed):
@@ -71,10 +71,8 @@ def lists_of(
         hi = torch.minimum(hi, key_lengths.unsqueeze(1))
     if key_mask is not None and key_mask.device.type == "cpu" and is_real(key_mask) and n_keys:
         # Padding is at one end or both, as a rule.
-        first, size = key_mask.int().argmax(1, keepdim=True), key_mask.sum(1, keepdim=True)
-        number = torch.arange(n_keys, device=device)
-        if torch.equal(key_mask, (number >= first) & (number < first + size)):
-            lo, hi, key_mask = torch.maximum(lo, first), torch.minimum(hi, first + size), None
+        if (inside := interval_of(key_mask)) is not None:
+            lo, hi, key_mask = torch.maximum(lo, inside[0]), torch.minimum(hi, inside[1]), None
     lo, hi = (x if x.dim() == 2 else x.unsqueeze(0) for x in (lo, hi))
     limits = torch.stack(torch.broadcast_tensors(lo, hi), 2).clamp(0, n_keys).int()
     # Without keys, no number is valid.
@@ -94,6 +92,14 @@ def lists_of(
             rows = _filtered(rows, block, at[begin : begin + step], n_keys, filters, lists, key_mask)
         found_rows.append(_ascending(rows, n_keys if judged else -(-n_keys // block)))
     return Lists(torch.cat(found_rows, 2).contiguous(), 1 if judged else block, limits.contiguous())
+
+
+def interval_of(key_mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the first key of each row of a mask ``[B, Nk]`` and the end of its keys, or None if one has a gap."""
+    first, size = key_mask.int().argmax(1, keepdim=True), key_mask.sum(1, keepdim=True)
+    number = torch.arange(key_mask.shape[1], device=key_mask.device)
+    has_gap = not torch.equal(key_mask, (number >= first) & (number < first + size))
+    return None if has_gap else (first, first + size)
 
 
 def _conjuncts(rule: Pattern) -> list[Pattern]:

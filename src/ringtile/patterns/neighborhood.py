@@ -185,7 +185,7 @@ class Axis(NamedTuple):
 
 
 def _in_tiles(*numbers: tuple[int, ...]) -> Neighborhood:
-    return _compact(Neighborhood(*numbers))
+    return _compact(*numbers)
 
 
 def token_order(size: Sequence[int], dilation: Any, tile: Sequence[int] | None) -> Tensor:
@@ -198,10 +198,11 @@ _in_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 token_order._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Cache of the tiles of grids. Key: the pattern. Bound: 16. Owner: the process. A layer asks in each call.
+# Cache of the tiles of grids. Key: the arguments. Bound: 16. Owner: the process. A layer asks in each call.
 @lru_cache(maxsize=16)
-def _compact(pattern: Neighborhood) -> Neighborhood:
-    """Return the pattern in the order with the fewest tiles of neighbors, if they are a tenth fewer than in rows."""
+def _compact(*numbers: tuple[int, ...]) -> Neighborhood:
+    """Return a pattern in the order with the fewest tiles of neighbors, if they are a tenth fewer than in rows."""
+    pattern = Neighborhood(*numbers)
     leading = [-(-axis.length // axis.dilation) for axis in pattern.axes[:-1]]
     sides = ([1 << bit for bit in range(_BLOCK.bit_length()) if bit == 0 or 1 << bit <= count] for count in leading)
     # Columns of a strip follow each other: a tile has one place on the last axis, and 128 tokens are many columns.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ringtile.adaptive import index_topk
+from ringtile.functional.chosen import interval_of
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier, is_streamed
 from ringtile.patterns import Causal, Chosen, Pattern
 from ringtile.patterns.facts import key_bounds
@@ -304,15 +305,14 @@ def _seen(kept: KeptPairs, batch: int, n_queries: int, n_keys: int) -> tuple[Ten
     bounds = [key_bounds(kept.pattern.batch_row(b), at, n_keys) for b in range(batch)]
     known = [each for each in bounds if each is not None]
     mask = torch.ones(1, n_keys, dtype=torch.bool) if kept.key_mask is None else kept.key_mask.cpu()
-    first, size = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
-    number = torch.arange(n_keys)
-    if len(known) < batch or not torch.equal(mask, (number >= first) & (number < first + size)):
+    inside = interval_of(mask)
+    if len(known) < batch or inside is None:
         raise ValueError(
             f"attention_mask: expected keys that follow each other for each query, got {kept.pattern!r} and padding"
         )
     low, high = (torch.stack(side) for side in zip(*known, strict=True))
-    low = torch.maximum(low, first)
-    return low, torch.minimum(high, first + size).maximum(low)
+    low = torch.maximum(low, inside[0])
+    return low, torch.minimum(high, inside[1]).maximum(low)
 
 
 @torch.compiler.disable(reason="graphs do not join the rules of masks")  # type: ignore[untyped-decorator]

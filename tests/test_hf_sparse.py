@@ -125,6 +125,88 @@ def test_generated_tokens(name: str, how: str, cache: str | None) -> None:
     assert found[0].shape[1] == TOKENS + 12
 
 
+class Recorded(TorchFunctionMode):
+    """Records the scores from which an indexer of transformers chooses."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ == "topk":
+            self.scores = args[0]
+        return func(*args, **(kwargs or {}))
+
+
+LEARNING = ["deepseek_v32", "axk2", "glm_moe_dsa", "mistral_large4", "hy_v4", "dots3_note"]
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+@pytest.mark.parametrize("name", LEARNING)
+def test_losses_of_indexers(name: str, warm_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The divergence of eager attention from the softmax of eager scores, and its gradients to the indexers."""
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")
+    chosen = {"index_topk": TOKENS} if warm_up else {}
+    eager, mine = built(name, "eager", **chosen), built(name, "use_ringtile")
+    recorded = []
+    for module in eager.modules():
+        if type(module).__name__.endswith("Indexer"):
+
+            def forward(*given: Any, of: Any = module, **named: Any) -> Tensor:
+                given = tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+                with torch.enable_grad(), Recorded() as scored:
+                    found: Tensor = type(of).forward.__wrapped__(of, *given, **named)
+                recorded.append(scored.scores.masked_fill(scored.scores < -1e30, -torch.inf))
+                return found
+
+            monkeypatch.setattr(module, "forward", forward)
+    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
+    with Doubled():
+        weights = [x for x in eager(**inputs, output_attentions=True).attentions if x is not None]
+        with indexers.index_losses(mine, warm_up=warm_up) as losses:
+            mine(**inputs)
+    # Sinks take a part of the weights, differently for each head. What an indexer learns from is the attention to keys.
+    weights = [(x / x.sum(3, keepdim=True)).nan_to_num() for x in weights]
+    own = [weights[layer].mean(1).detach() for layer in range(len(weights)) if has_choice(mine, layer)]
+    assert len(losses) == len(recorded) == len(own) > 0
+    expected = []
+    for p, scores in zip(own, recorded, strict=True):
+        # A row of padding has no key, and eager attention some weights for it.
+        p = p * mask[:, :, None]
+        logs = scores.masked_fill(p == 0, -torch.inf).log_softmax(-1).masked_fill(p == 0, 0)
+        expected.append((torch.special.entr(p) + p * logs).sum().neg() / p[..., 0].numel())
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-10, atol=1e-12)
+    for loss in (losses, expected):
+        sum(loss).backward()  # type: ignore[union-attr]
+    compared = 0
+    for (label, x), y in zip(mine.named_parameters(), eager.parameters(), strict=True):
+        assert (x.grad is None) == (".indexer." not in label), label
+        if x.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-8, atol=1e-12)
+            compared += bool(x.grad.any())
+    assert compared >= 4 * len(losses)
+
+
+def has_choice(model: nn.Module, layer: int) -> bool:
+    return any(label.endswith(f"layers.{layer}.self_attn.indexer") for label, _ in model.named_modules())
+
+
+def test_losses_of_drawn_queries_and_models_without_indexers() -> None:
+    model = built("deepseek_v32", "use_ringtile")
+    with Doubled(), indexers.index_losses(model, rows=5) as losses:
+        model(torch.randint(3, 97, (2, TOKENS)))
+        model(torch.randint(3, 97, (2, TOKENS)))
+    assert len(losses) == 6
+    with Doubled():
+        model(torch.randint(3, 97, (2, TOKENS)))
+    assert len(losses) == 6
+    assert all(loss.isfinite() and loss > 0 for loss in losses)
+    assert not any(name == "_ringtile_learning" for module in model.modules() for name in module.__dict__)
+    for wrong in (built("minimax_m3_vl", "use_ringtile"), built("deepseek_v32", "name")):
+        with pytest.raises(ValueError, match="model: expected indexers of"), indexers.index_losses(wrong):
+            pass
+    with pytest.raises(ValueError, match="rows"), indexers.index_losses(model, rows=0):
+        pass
+
+
 @pytest.mark.parametrize("name", [name for name in SPARSE if name not in KINDS])
 def test_packed_rows(name: str) -> None:
     places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([30, 1, 30], [7, 54])])

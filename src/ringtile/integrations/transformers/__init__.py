@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringtile.integrations.transformers.calibrate import calibrate
+from ringtile.integrations.transformers.indexers import index_losses
 from ringtile.integrations.transformers.registry import model_facts, register, use_ringtile
 
 if TYPE_CHECKING:
@@ -11,7 +12,16 @@ if TYPE_CHECKING:
 
     CPTrainer: Any
 
-__all__ = ["CPTrainer", "ContextParallel", "calibrate", "context_parallel", "model_facts", "register", "use_ringtile"]
+__all__ = [
+    "CPTrainer",
+    "ContextParallel",
+    "calibrate",
+    "context_parallel",
+    "index_losses",
+    "model_facts",
+    "register",
+    "use_ringtile",
+]
 
 # A model on one process does not need torch.distributed, and a loop of your own no Trainer.
 _LATER = {"ContextParallel": "parallel", "context_parallel": "parallel", "CPTrainer": "trainer"}

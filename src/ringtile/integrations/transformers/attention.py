@@ -12,6 +12,7 @@ from ringtile.adaptive import Choice
 from ringtile.adaptive.steps import Pages, attend_step, check_steps
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
+from ringtile.integrations.transformers.indexers import is_learned
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
 from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, from_mask, parse
 from ringtile.patterns.facts import moves_along, sees_no_future
@@ -229,7 +230,7 @@ def attend(
         if getattr(module, "compressor", None) is not None:
             raise ValueError(f"pattern: expected None for a layer with compressed keys, got {of_layer!r}")
         kept = intersected(kept, of_layer, query, n_keys)
-    if indices is not None:
+    if indices is not None and not is_learned(module, query, key, kept, indices, scaling):
         kept = kept._replace(pattern=kept.pattern & Chosen(indices.unsqueeze(1)))
     elif blocks is not None:
         kept = kept._replace(pattern=kept.pattern & Chosen(blocks, module.indexer.block_size))  # type: ignore[union-attr, arg-type]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ringtile.adaptive import index_topk
+from ringtile.adaptive import index_loss, index_topk
 from ringtile.functional.chosen import interval_of
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier, is_streamed
 from ringtile.patterns import Causal, Chosen, Pattern
+from ringtile.patterns.checks import check_positive
 from ringtile.patterns.facts import key_bounds
 
 
@@ -92,6 +94,7 @@ class _Streamed(TorchFunctionMode):
         self.kept: KeptPairs | None = None
         self.scores: Tensor | None = None
         self.relu = False
+        self.factor: Any = 1
         self.query = self.key = self.weights = torch.empty(0)
 
     def __torch_function__(
@@ -119,6 +122,7 @@ class _Streamed(TorchFunctionMode):
                 self.weights = args[1].squeeze(3).transpose(1, 2)
                 return self.scores
             case "mul" if args[1] > 0:
+                self.factor *= args[1]
                 return self.scores
             case "relu":
                 self.relu = True
@@ -157,11 +161,91 @@ class _Streamed(TorchFunctionMode):
 @torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]
 def _choose_tokens(indexer: nn.Module, *given: Any, **named: Any) -> Any:
     """Run an indexer of DeepSeek's kind."""
-    own = partial(type(indexer).forward, indexer, *given, **named)
+    learning: _Learning | None = indexer.__dict__.get(_LEARNS)
     if not any(isinstance(x, PatternMask) for x in (*given, *named.values())):
-        return own()
-    with _Streamed():
-        return own()
+        return type(indexer).forward(indexer, *given, **named)
+    if learning is None:
+        with _Streamed():
+            return type(indexer).forward(indexer, *given, **named)
+    # transformers' forward records no gradient. The layer's own tensors are to get none.
+    given = tuple(x.detach() if isinstance(x, Tensor) and not isinstance(x, PatternMask) else x for x in given)
+    with torch.enable_grad(), _Streamed() as scored:
+        found = type(indexer).forward.__wrapped__(indexer, *given, **named)  # type: ignore[attr-defined]
+    query, weights = scored.query.transpose(1, 2), scored.weights * scored.factor
+    known = {"index_query": query, "index_key": scored.key.mT, "weights": weights, "relu": scored.relu}
+    learning.scored[indexer] = known
+    return found
+
+
+_LEARNS = "_ringtile_learning"
+
+
+@dataclass
+class _Learning:
+    """How the indexers of a model learn while their losses are collected."""
+
+    warm_up: bool
+    rows: int | None
+    losses: list[Tensor] = field(default_factory=list)
+    scored: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    """The vectors and weights of each indexer that chose, until its layer attends."""
+
+
+@contextmanager
+def index_losses(model: nn.Module, *, warm_up: bool = False, rows: int | None = None) -> Iterator[list[Tensor]]:
+    """Collect the losses of a model's indexers: a list that each layer's `index_loss` joins in the calls inside.
+
+    For models of `use_ringtile` whose indexers are those of DeepSeek-V3.2 (arXiv:2512.02556). The losses give a
+    gradient to the weights of the indexers alone, which transformers does not. Add them to your loss, or train by them
+    alone. Sinks take no part. Leave out gradient checkpointing, which computes a layer again outside of the context.
+
+    Args:
+        model: The model. Layers that use the choice of an earlier layer have no loss.
+        warm_up: Has attention be dense, and indexers learn from all keys. Otherwise they learn from the chosen keys.
+        rows: Number of drawn queries that a call counts. Default: all of them.
+
+    Raises:
+        ValueError: If the model has no such indexers, or if ``rows`` is not positive.
+
+    Example:
+        >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+        >>> from ringtile.integrations.transformers import use_ringtile
+        >>> sizes = dict(vocab_size=9, hidden_size=32, intermediate_size=32, num_hidden_layers=1, index_n_heads=2)
+        >>> config = DeepseekV32Config(**sizes, num_attention_heads=4, mlp_layer_types=["dense"])
+        >>> model = use_ringtile(DeepseekV32ForCausalLM(config))
+        >>> with index_losses(model, warm_up=True) as losses:
+        ...     out = model(torch.randint(9, (1, 50)))
+        >>> sum(losses).backward()
+    """
+    check_positive(**({} if rows is None else {"rows": rows}))
+    found = [module for module in model.modules() if _KINDS.get(type(module).__name__) is _choose_tokens]
+    if not found or any("forward" not in module.__dict__ for module in found):
+        raise ValueError(
+            f"model: expected indexers of DeepSeek-V3.2's kind and use_ringtile, got {type(model).__name__} with "
+            f"{len(found)} of them"
+        )
+    learning = _Learning(warm_up, rows)
+    for module in model.modules():
+        module.__dict__[_LEARNS] = learning
+    try:
+        yield learning.losses
+    finally:
+        for module in model.modules():
+            module.__dict__.pop(_LEARNS, None)
+
+
+def is_learned(attention: nn.Module, query: Tensor, key: Tensor, kept: KeptPairs, indices: Tensor, scale: Any) -> bool:
+    """Keep the loss of the indexer of an attention module, if it learns. Return True if attention is to be dense."""
+    learning: _Learning | None = attention.__dict__.get(_LEARNS)
+    if learning is None:
+        return False
+    scored: dict[str, Any] | None = learning.scored.pop(getattr(attention, "indexer", None), None)  # type: ignore[arg-type]
+    if scored is not None:
+        drawn = None if learning.rows is None else torch.randperm(query.shape[2], device=query.device)[: learning.rows]
+        rule = {"pattern": kept.pattern, "start": kept.start, "key_mask": kept.key_mask, "scale": scale, "rows": drawn}
+        lists = None if learning.warm_up else indices.unsqueeze(1)
+        learning.losses.append(index_loss(**scored, query=query, key=key, indices=lists, **rule))
+    return learning.warm_up
 
 
 @torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]

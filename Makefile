@@ -4,6 +4,7 @@
 # make quick  a few tests, between two changes
 # make docs   the documentation, into site/
 # make wheels the wheels of every platform, into dist/, checked, and tried as far as they run here
+# make release all of them and the source distribution, with the checks of a release; it publishes nothing
 # Each sets up .venv by itself the first time. PYTHON=python3.12 chooses another interpreter.
 #
 # With cmake and a C++ compiler alone:
@@ -21,7 +22,7 @@ QUICK = $(patsubst %,tests/test_%.py,architecture errors grammar density select 
 # The bits of a release, which fuses products and sums.
 SANITIZE = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: demo test test-all quick docs mutants wheels native sanitize valgrind clean
+.PHONY: demo test test-all quick docs mutants wheels release native sanitize valgrind clean
 .NOTPARALLEL:
 
 demo: .venv/ready-plot .venv/ready-native
@@ -46,6 +47,9 @@ mutants: .venv/ready-dev .venv/ready-native
 
 wheels: .venv/ready-dev
 	.venv/bin/python scripts/wheels.py
+
+release: .venv/ready-dev .venv/ready-native
+	.venv/bin/python scripts/release.py
 
 native:
 	cmake -S . -B .venv/native -DRINGTILE_EMULATE_AMX=ON

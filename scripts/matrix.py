@@ -3,11 +3,13 @@
     python scripts/matrix.py                                   the pairs of PAIRS
     python scripts/matrix.py --python 3.11 --torch 2.8 2.10    other pairs, every combination
     python scripts/matrix.py --transformers 5.5 -- tests/test_transformers.py
+    python scripts/matrix.py --wheel -- tests/test_native.py   the wheel of dist/, not the sources
     python scripts/matrix.py --without-numpy                   this interpreter and its torch, without numpy
     python scripts/matrix.py -- tests/test_index.py -x        pytest gets the arguments after --
 
 Each environment is made in a temporary folder and removed. It imports the sources of this checkout, with the native
-kernel if it is built (`make native`). The script exits with 1 if a test fails. A missing Python or torch is no failure.
+kernel if it is built (`make native`), or the wheel of `make wheels`. The script exits with 1 if a test fails. A missing
+Python or torch is no failure.
 """
 
 from __future__ import annotations
@@ -83,12 +85,18 @@ def share_all_but_numpy(folder: Path) -> str:
     return ""
 
 
-def tested(folder: Path, python: str, torch: str, transformers: str, arguments: list[str]) -> tuple[bool, str]:
+def tested(
+    folder: Path, python: str, torch: str, transformers: str, wheel: bool, arguments: list[str]
+) -> tuple[bool, str]:
     """Make an environment in a folder and run the tests in it. Return True if none failed, and the result to print."""
     subprocess.run([python, "-m", "venv", *(() if torch else ("--without-pip",)), folder], check=True)
     if reason := fill(folder, torch, transformers) if torch else share_all_but_numpy(folder):
         return True, reason
-    (packages_of(folder) / "ringtile.pth").write_text(f"{ROOT / 'src'}\n{ROOT / 'compat'}\n")
+    sources = [ROOT / "compat", *(() if wheel else (ROOT / "src",))]
+    (packages_of(folder) / "ringtile.pth").write_text("".join(f"{path}\n" for path in sources))
+    if wheel:
+        install = ("install", "--quiet", "--no-index", "--no-deps", "--find-links", ROOT / "dist", "ringtile")
+        subprocess.run([folder / "bin/python", "-m", "pip", *install], check=True)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     version = [folder / "bin/python", "-c", "import torch; print(torch.__version__)"]
     version = subprocess.run(version, env=variables, capture_output=True, text=True).stdout.strip()
@@ -108,9 +116,12 @@ def main() -> int:
     parser.add_argument("--python", nargs="+", metavar="X.Y", help="Pythons (default: see PAIRS)")
     parser.add_argument("--torch", nargs="+", metavar="X.Y", help="torch versions (default: see PAIRS)")
     parser.add_argument("--transformers", default="", metavar="X.Y", help="a transformers (default: that of make test)")
+    parser.add_argument("--wheel", action="store_true", help="the wheel of dist/ that pip chooses, not the sources")
     parser.add_argument("--without-numpy", action="store_true", help="this interpreter and its torch, without numpy")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments for pytest")
     args = parser.parse_args()
+    if args.wheel and args.without_numpy:
+        parser.error("--wheel and --without-numpy: an environment without numpy has no pip to install a wheel")
     pairs = [
         (python, torch)
         for python in args.python or dict(PAIRS)
@@ -127,7 +138,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 default = WITHOUT_NUMPY if args.without_numpy else ()
                 passed, found = tested(
-                    Path(folder, "environment"), python, torch, args.transformers, args.arguments or list(default)
+                    *(Path(folder, "environment"), python, torch, args.transformers, args.wheel),
+                    args.arguments or list(default),
                 )
         result, *failed = found.split("\n")
         print(f"| {version} | {torch or 'shared, without numpy'} | {result} |", *failed, sep="\n", flush=True)

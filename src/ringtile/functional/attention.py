@@ -370,7 +370,7 @@ def _attend_in_tiles(
     if options["key_mask"] is not None:
         keywords["key_mask"] = options["key_mask"].index_select(1, order)
     found = sparse_attention(q, k, v, pattern, enable_gqa=enable_gqa, backend=backend, return_lse=True, **keywords)
-    back = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
+    back = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     return found[0].index_select(2, back), found[1].index_select(2, back)
 
 

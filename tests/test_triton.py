@@ -28,6 +28,8 @@ from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
 from ringtile.tools.doctor import _lines, diagnosis
 
 HERE = Path(__file__).parent
+# At the end: both folders have a module of ranks.
+sys.path.append(str(HERE.parent / "benchmarks"))
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -205,11 +207,8 @@ def test_descriptors_serve_where_they_are_asked_for(head_dim: int, monkeypatch: 
 
 @needs_triton
 def test_the_page_of_static_figures_is_that_of_the_record() -> None:
-    sys.path.insert(0, str(HERE.parent / "benchmarks"))
-    try:
-        import gpu_static
-    finally:
-        sys.path.pop(0)
+    import gpu_static
+
     record = json.loads(gpu_static.RECORD.read_text(encoding="utf-8"))
     assert gpu_static.PAGE.read_text(encoding="utf-8") == gpu_static.page(record), "run gpu_static.py --page"
     ours = [row for row in record["rows"] if row["who"] == "ringtile"]
@@ -219,11 +218,7 @@ def test_the_page_of_static_figures_is_that_of_the_record() -> None:
 
 @needs_triton
 def test_a_model_of_a_loop_waits_for_copies_unless_they_are_ahead() -> None:
-    sys.path.insert(0, str(HERE.parent / "benchmarks"))
-    try:
-        from sass_model import Instruction, cycles, facts
-    finally:
-        sys.path.pop(0)
+    from sass_model import Instruction, cycles, facts
 
     def loop(flying: int) -> list[Instruction]:
         texts = [f"DEPBAR.LE SB0, {flying:#x}", "HMMA.16816.F32 R4, R8, R12, R4", "LDGSTS.E.BYPASS.128 [R2], [R6]"]

@@ -1,4 +1,6 @@
-"""Write docs/benchmarks.md and the figures of README.md from benchmarks/records: `python scripts/benchmark_page.py`.
+"""Write docs/benchmarks.md, and the figures of README.md and docs/getting-started.md, from benchmarks/records.
+
+`python scripts/benchmark_page.py` writes them from the records that are there.
 
 `python scripts/benchmark_page.py --measure` measures the records first (all but `grid`, or the ones that you name),
 each by the command that the page prints above it. `--measure short fallback` takes about a minute: short calls, with
@@ -30,7 +32,7 @@ from ringtile.tools.units import bytes_text, count_text, duration_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "records"
-PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+PAGE, README, START = ROOT / "docs/benchmarks.md", ROOT / "README.md", ROOT / "docs/getting-started.md"
 GPU, AMX, TRAINS = FOLDER / "gpu.json", FOLDER / "amx.json", FOLDER / "demo-trains.json"
 CLAIMS = ROOT / "benchmarks" / "claims.toml"
 
@@ -505,7 +507,7 @@ def when_dense_is_better(found: Mapping[str, Record]) -> str:
     return f"{told}. {more}"
 
 
-def readme(text: str, found: Mapping[str, Record], trains: Mapping[str, Any] | None = None) -> str:
+def readme(text: str, found: Mapping[str, Record]) -> str:
     """Return README with the figures of the records: tables, the cost of a short call, gains without sparsity."""
     acceptance = found.get("acceptance")
     if (density := found.get("density")) and acceptance and "--suite" in str(density.command):
@@ -517,15 +519,22 @@ def readme(text: str, found: Mapping[str, Record], trains: Mapping[str, Any] | N
         text = _put_table(text, length_table(long))
     if acceptance and ("short" in found or "default" in found):
         text = _put(text, r"\*\*When dense is better\.\*\*.*", when_dense_is_better(found))
-    if trains:
-        sparse, dense = (trains["trains"]["runs"][label] for label in ("sparse", "dense"))
-        early, last, theirs = sparse["held_out"][0], sparse["held_out"][-1], dense["held_out"][-1]
-        bits = [f"{one['bits']:.2f}" for one in (last, theirs, early)]
-        text = _put_figures(text, "makes # steps in a minute and reaches # bits", str(sparse["steps"]), bits[0])
-        seconds = f"{theirs['seconds']:.0f}"
-        text = _put_figures(text, "makes # steps in # s and reaches #.", str(dense["steps"]), seconds, bits[1])
-        text = _put_figures(text, "After # s, sparse attention is at #.", f"{early['seconds']:.0f}", bits[2])
     return text
+
+
+def start_page(text: str, trains: Mapping[str, Any]) -> str:
+    """Return docs/getting-started.md with the figures of the training in `ringtile demo`."""
+    sparse, dense = (trains["trains"]["runs"][label] for label in ("sparse", "dense"))
+    early, last, theirs = sparse["held_out"][0], sparse["held_out"][-1], dense["held_out"][-1]
+    bits = [f"{one['bits']:.2f}" for one in (last, theirs, early)]
+    machine = trains["machine"]
+    text = _put(
+        text, r"On \d+\s+cores\s+\([^.]*?\),\s+sparse", f"On {machine['cores']} cores ({machine['cpu']}), sparse"
+    )
+    text = _put_figures(text, "makes # steps in a minute and reaches # bits", str(sparse["steps"]), bits[0])
+    seconds = f"{theirs['seconds']:.0f}"
+    text = _put_figures(text, "makes # steps in # s and reaches #.", str(dense["steps"]), seconds, bits[1])
+    return _put_figures(text, "After # s, sparse attention is at #.", f"{early['seconds']:.0f}", bits[2])
 
 
 def _trains() -> dict[str, Any] | None:
@@ -573,5 +582,7 @@ if __name__ == "__main__":
         with contextlib.chdir(ROOT):
             measure(chosen or MEASURED)
     write_whole(PAGE, page(records()))
-    write_whole(README, readme(README.read_text(encoding="utf-8"), records(), _trains()))
-    print(f"wrote {PAGE} and the figures of {README}")
+    write_whole(README, readme(README.read_text(encoding="utf-8"), records()))
+    if trains := _trains():
+        write_whole(START, start_page(START.read_text(encoding="utf-8"), trains))
+    print(f"wrote {PAGE} and the figures of {README} and {START}")

@@ -162,9 +162,24 @@ def test_every_pattern_has_a_whole_page_with_a_picture() -> None:
 
 @pytest.mark.parametrize("page", [*PATTERN_PAGES, "patterns/index.md"])
 def test_a_picture_is_what_its_pattern_draws(page: str, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image", reason="pictures are drawn by matplotlib, the plot extra")
+    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib, the plot extra")
     script("pictures").draw(Path(page).stem, tmp_path / "drawn.png")
-    drawn, kept = (torch.from_numpy(image.imread(path)) for path in (tmp_path / "drawn.png", DOCS / f"{page[:-3]}.png"))
+    assert_same_picture(tmp_path / "drawn.png", DOCS / f"{page[:-3]}.png")
+
+
+def test_the_picture_of_readme_is_that_of_the_records(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib, the plot extra")
+    made = script("speed_picture")
+    made.draw(tmp_path / "drawn.png")
+    assert_same_picture(tmp_path / "drawn.png", made.PATH)
+    assert made.PATH.stat().st_size < 80 * 1024
+
+
+def assert_same_picture(drawn: Path, kept: Path) -> None:
+    """Compare two PNGs without a background."""
+    from matplotlib import image
+
+    drawn, kept = (torch.from_numpy(image.imread(path)) for path in (drawn, kept))
     # Pages are white or dark: a picture brings no background of its own.
     assert drawn[0, 0, 3] == kept[0, 0, 3] == 0
     # Another version of matplotlib sets letters a little differently.
@@ -298,11 +313,15 @@ def suite_of(name: str) -> tuple[str, str | None]:
 def test_the_figures_of_readme_are_those_of_the_records() -> None:
     made = script("benchmark_page")
     found = made.records()
-    assert README == made.readme(README, found, made._trains()), "run python scripts/benchmark_page.py"
+    assert README == made.readme(README, found), "run python scripts/benchmark_page.py"
+    start = read("getting-started.md")
+    assert start == made.start_page(start, made._trains()), "run python scripts/benchmark_page.py"
+    # README names one machine for its picture and both tables.
+    assert found["density"].machine == found["acceptance"].machine == found["long"].machine
     mutants = script("mutants").MUTANTS
     figures = len(mutants) // 100 * 100, sum(mutant.is_native for mutant in mutants) // 10 * 10
     told = "injects over {} faults into the sources, over {} of them into the C++ kernel".format(*figures)
-    assert told in " ".join(README.split())
+    assert told in " ".join(read("correctness.md").split())
     assert "faster than dense attention from a few hundred tokens up" in " ".join(README.split())
     starts = [row.n_tokens for row in break_even(found["default"].rows)]
     assert starts
@@ -317,7 +336,8 @@ def test_the_page_of_pattern_quality_is_that_of_its_record() -> None:
         found = made["averages"](record["rows"], pattern=name, asked=0.25, lora=0)
         assert made["_words"](found) in read("patterns/index.md")
     sinks = made["averages"](record["rows"], pattern="window and 4 sinks", asked=0.25, lora=0)
-    assert f"keeps {sinks['text']:.0%} of a text" in README
+    assert f"keeps {sinks['text']:.0%} of a text" in " ".join(README.split())
+    assert f"On {record['machine']['cores']} cores ({record['machine']['cpu']}), with a window and sinks" in README
     assert sinks["copy"] < 0.03
 
 
@@ -362,7 +382,7 @@ def test_a_wrong_figure_in_readme_is_put_right() -> None:
     found["long"] = replace(found["long"], rows=tuple(short))
     held = [{"seconds": 20.4, "bits": 3.5}, {"seconds": 60.0, "bits": 3.25}]
     runs = {"sparse": {"steps": 99, "held_out": held}, "dense": {"steps": 7, "held_out": [{"seconds": 21, "bits": 5}]}}
-    text = made.readme(README, found, {"trains": {"runs": runs}})
+    text = made.readme(README, found)
     flat = " ".join(text.split())
     # In the invented records a row takes as long as its tiles, dense attention as long as all pairs: twice the causal.
     rows = [row for row in found["density"].rows if row.peer == "ringtile" and row.direction == "forward"]
@@ -376,14 +396,18 @@ def test_a_wrong_figure_in_readme_is_put_right() -> None:
     assert "at 26, 64 and 128 tokens, and 151, 200 and 20 µs more with its backward pass. It is faster from 256" in flat
     assert "256 tokens up, and without the compiled kernel it is faster from 1,024 tokens up. If" in flat
     assert "1.0 to 1.0 times as fast as PyTorch's in float32 from 4,096 tokens up, but 1.00 times at 1,024" in flat
-    assert "makes 99 steps in a minute and reaches 3.25 bits" in flat
-    assert "makes 7 steps in 21 s and reaches 5.00. After 20 s, sparse attention is at 3.50." in flat
     assert max(map(len, text.splitlines())) <= 120
-    again = text.replace(f"| 50% | {rows[0].speedup:.1f}x", "| 50% | 99.0x").replace(
-        "reaches 3.25 bits", "reaches 1.0 bits"
-    )
+    again = text.replace(f"| 50% | {rows[0].speedup:.1f}x", "| 50% | 99.0x")
     assert again != text
-    assert made.readme(again, found, {"trains": {"runs": runs}}) == text
+    assert made.readme(again, found) == text
+    trains = {"machine": {"cores": 2, "cpu": "a processor"}, "trains": {"runs": runs}}
+    start = made.start_page(read("getting-started.md"), trains)
+    flat = " ".join(start.split())
+    assert "On 2 cores (a processor), sparse attention makes 99 steps in a minute and reaches 3.25 bits" in flat
+    assert "makes 7 steps in 21 s and reaches 5.00. After 20 s, sparse attention is at 3.50." in flat
+    again = start.replace("3.25 bits", "1.0 bits")
+    assert again != start
+    assert made.start_page(again, trains) == start
     for missing in ("When dense is", "| tile density |"):
         with pytest.raises(ValueError, match="README: expected"):
             made.readme(text.replace(missing, "no"), found)
@@ -506,17 +530,16 @@ def test_what_is_beside_a_claim_is_a_row_of_a_suite() -> None:
             ), row
 
 
-def test_home_lists_every_how_to_and_every_page_of_the_first_level() -> None:
+def test_home_lists_every_page_but_those_of_patterns_and_the_reference() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
-    how_to = re.findall(r"^      - (\S+)$", nav.partition("  - How-to:\n")[2].partition("  - Patterns:")[0], re.M)
-    top = re.findall(r"^  - [^:]+: (\S+)$", nav, re.M)
-    assert {"how-to/finetune.md", "adaptive.md"} <= set(how_to)
-    assert {"questions.md", "quality.md"} <= set(top)
+    pages = set(re.findall(r"^ +- (?:[^:]+: )?(\S+\.md)$", nav, re.M))
+    assert {"how-to/finetune.md", "adaptive.md", "questions.md", "quality.md", "who-should-not.md"} <= pages
     linked = re.findall(r"\]\(([^)#]+)\)", read("index.md"))
-    assert sorted({*how_to, *top} - {"index.md", *linked}) == []
+    single = {page for page in pages if not page.startswith(("patterns/", "reference/"))}
+    assert sorted(single - {"index.md", *linked}) == []
     assert "context_parallel(model" in read("index.md")
     assert len(PEERS) - 1 == 3
-    assert "against dense attention and three other implementations" in read("index.md")
+    assert "against dense attention and three other implementations" in " ".join(read("index.md").split())
     assert "(docs/quality.md)" in README
     assert "(docs/questions.md)" in README
 

@@ -28,7 +28,6 @@ from ringtile.distributed.failures.faults import (
     RankLost,
     agree,
     handshakes,
-    publish_failure,
     verdict,
     wait,
     watch,
@@ -67,11 +66,6 @@ def payload(rank: int, size: int, kill: int | None = None) -> None:
 def hop(rank: int, size: int) -> None:
     x = torch.ones(1 << 20)
     wait(dist.irecv(x, (rank - 1) % size) if rank % 2 else dist.isend(x, (rank + 1) % size), None, "hop 0")
-
-
-def give_up(rank: int, size: int) -> None:
-    publish_failure(None, MemoryError("64 GiB"))
-    time.sleep(60)
 
 
 def fail(rank: int, size: int) -> None:
@@ -273,7 +267,6 @@ CASES = {
     ),
     "raises": Case(fail, payload, OTHERS, FAILED),
     "raises with the store": Case(fail, payload, OTHERS, FAILED, host=1),
-    "gives up": Case(give_up, payload, (), "rank 1 failed: MemoryError: 64 GiB"),
     "leaves": Case(leave, payload, (), "rank 1 left while other ranks waited for data"),
     "disagree": Case(disagree, ranks=4, watched=False),
     "peace": Case(peace, ranks=4, watched=False),
@@ -325,7 +318,7 @@ def run_rank(rank: int, size: int, name: str) -> None:
 
 def run_case(name: str) -> Outcome:
     # A victim that sleeps or is stopped ends once the others have ended.
-    spared = [1] if name.startswith(("stalled", "stopped", "gives up")) else []
+    spared = [1] if name.startswith(("stalled", "stopped")) else []
     case = CASES[name]
     return run_processes(case.ranks, run_rank, name, timeout=TIMEOUT, limit=HARD_LIMIT, host=case.host, spared=spared)
 
@@ -494,7 +487,6 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
     before = handshakes()
     agree(None, "plan", FACTS)
     watch()
-    publish_failure(None, ValueError("alone"))
     x = torch.ones(3)
     wait(dist.all_reduce(x, async_op=True), None, "x")
     assert handshakes() == before

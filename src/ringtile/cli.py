@@ -35,11 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line, without the leading ``ringtile``. ``run`` of the result is the verb's function.
-
-    >>> parse(["doctor", "--json"]).json
-    True
-    """
+    """Parse a command line, without the leading ``ringtile``. ``run`` of the result is the verb's function."""
     parser = _Parser(
         prog="ringtile", description="Exact block-sparse attention for long sequences.", allow_abbrev=False
     )
@@ -59,10 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the process's own) and return its exit status.
-
-    0 is success, 1 a failure of the verb, 2 bad input, 130 an interrupt, 141 a closed pipe.
-    """
+    """Run one command line (default: the process's own) and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal cannot show must not end the command.
         if isinstance(stream, io.TextIOWrapper):

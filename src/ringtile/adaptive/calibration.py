@@ -123,11 +123,7 @@ def head_facts(
 
 
 def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:
-    """Return what a unit of dropped attention costs in each head, float32 ``[H]`` per layer.
-
-    It is the root of a sum, with a mean of 1, of the dropped attention and of the squared error of the output, each
-    over its mean over all heads.
-    """
+    """Return what a unit of dropped attention costs in each head, float32 ``[H]`` per layer."""
     missed, error = (torch.cat([getattr(layer, name) for layer in layers]).cpu() for name in ("missed", "error"))
     cost = 1 / missed.mean().clamp(min=1e-12) + error / missed.clamp(min=1e-3) / error.mean().clamp(min=1e-30)
     weights = (cost / cost.mean()).clamp(*_WEIGHTS).sqrt().float()

@@ -19,14 +19,7 @@ from ringtile.patterns import Dense
 
 
 class Pages:
-    """The boxes of the complete tiles of keys that grow, for each part of some scores.
-
-    Whoever holds the keys makes new pages if earlier keys change. A mask must not change for keys that it has hidden or
-    shown before.
-
-    Args:
-        choice: A choice that `check_steps` accepts.
-    """
+    """The boxes of the complete tiles of growing keys, for each part of some scores. Changed keys need new pages."""
 
     def __init__(self, choice: Choice) -> None:
         self.block, self.parts = choice.block, _parts(choice.scores)
@@ -89,27 +82,7 @@ def attend_step(
     key_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the attention of the last token over the tiles that a causal call over all tokens would choose for it.
-
-    Args:
-        choice: A choice that `check_steps` accepts.
-        pages: Those of this choice and of these keys.
-        query: ``[B, H, 1, D]``.
-        key: ``[B, Hkv, Nk, D]``.
-        value: ``[B, Hkv, Nk, Dv]``.
-        key_mask: ``[B, Nk]`` bool, True for keys to attend to.
-        scale: Factor for the scores. Default: ``D ** -0.5``.
-
-    Returns:
-        ``[B, H, 1, Dv]``.
-
-    Example:
-        >>> from ringtile.adaptive import Blend, Density
-        >>> choice = Choice(Blend(None), Density(0.25))
-        >>> q, k, v = torch.randn(3, 1, 4, 500, 16, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> attend_step(choice, Pages(choice), q[:, :, -1:], k, v).shape
-        torch.Size([1, 4, 1, 16])
-    """
+    """Compute the attention ``[B, H, 1, Dv]`` of the last token over the tiles that a causal call would choose."""
     with torch.no_grad():
         keep = kept_tiles(choice, pages, query.detach(), key.detach(), key_mask, scale)
     found = native_step(query, key, value, keep, choice.block, key_mask, scale)

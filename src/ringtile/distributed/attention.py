@@ -217,10 +217,7 @@ def _prepared(
     compiled_on: torch.device | None,
     lists: str,
 ) -> Any:
-    """Return the number of a call's exchange, or the facts of a ring, after a comparison with the other ranks.
-
-    ``lists`` names those that a call has beside its pattern.
-    """
+    """Return the number of a call's exchange, or the facts of a ring, after a comparison with the other ranks."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     mode, every, mesh = MODES[transport], real_group(ranks), real_mesh(ranks)
     groups: tuple[dist.ProcessGroup, ...] = axes_of(mesh) if isinstance(mesh, DeviceMesh) else (every, every, every)

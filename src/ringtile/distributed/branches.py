@@ -39,10 +39,7 @@ class Shape(NamedTuple):
 
 @dataclass(eq=False)
 class Piece:
-    """Segments and heads of a branch that form dense problems of ``n_queries`` by ``n_keys`` tokens.
-
-    The query heads that share a key head and an offset lie beside each other, equally many for each.
-    """
+    """Segments and heads of a branch that form dense problems of ``n_queries`` by ``n_keys`` tokens."""
 
     branch: int
     length: int
@@ -200,17 +197,7 @@ def make_branch_plan(
     by_offset: bool,
     device: torch.device | str = "cpu",
 ) -> BranchPlan:
-    """Plan one rank's part of LongNet. Plans are cached.
-
-    With ``by_offset``, each problem has heads of one offset only, as key masks need. Raises ValueError if the ranks'
-    runs are so short that the plan could be too large.
-
-    >>> plan = make_branch_plan((Shape(512, 1, True), Shape(1024, 4, True)), Layout.contiguous(1024, 2), 1, 4, 4, False)
-    >>> plan.received, list(map(len, plan.sent))
-    ((((512, 1024),), ()), [0, 0])
-    >>> [(piece.heads, piece.n_queries, piece.n_keys, piece.is_local) for piece in plan.pieces]
-    [((0, 1, 2, 3), 512, 512, True), ((0, 1, 2, 3), 128, 256, False)]
-    """
+    """Plan one rank's part of LongNet, cached. ``by_offset``: problems have heads of one offset, as key masks need."""
     runs, n_tokens, size = _runs_of(layout), layout.n_tokens, layout.size(rank)
     n_offsets = [min(shape.dilation, shape.length, num_heads) for shape in shapes]
     _check_cells(runs, shapes, n_offsets)

@@ -160,10 +160,7 @@ def _prepared(
 
 
 def _items(x: Tensor) -> Tensor:
-    """Return the tokens ``[B, H, n, D]`` of all heads as those of one, ``[B, 1, H * n, D]``.
-
-    Heads read other tokens here, so a token of a head is what travels and what a part picks.
-    """
+    """Return the tokens ``[B, H, n, D]`` of all heads as those of one, ``[B, 1, H * n, D]``."""
     return x.flatten(1, 2).unsqueeze(1)
 
 

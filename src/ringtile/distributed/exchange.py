@@ -103,11 +103,7 @@ Plan = RingPlan | BranchPlan
 
 
 class Exchange(Lockstep):
-    """The collectives of one plan in one process group, or of `Relays` in the groups of a mesh of nodes.
-
-    Operators know it by its number. In a hierarchy, tokens for the own node and tokens that cross travel at the same
-    time. Those that have crossed follow, by one more stage inside the node.
-    """
+    """The collectives of one plan in one process group, or of `Relays` in the groups of a mesh of nodes."""
 
     def __init__(self, plan: Plan | Relays, facts: Facts, group: dist.ProcessGroup, *axes: dist.ProcessGroup) -> None:
         self.plan: Plan = plan.plan if isinstance(plan, Relays) else plan
@@ -201,10 +197,7 @@ class Exchange(Lockstep):
         self._handed.unpack(handed, buffers)
 
     def start_cold_back(self, grads: Tensors) -> Started:
-        """Begin to send gradients home, or to the ranks that handed on their tokens, but not those of broadcasts.
-
-        ``grads`` are those of the buffers, or of a beginning that has these tokens.
-        """
+        """Begin to send gradients home, or to the ranks that handed on their tokens, but not those of broadcasts."""
         self.begin()
         direct, relayed, sides = self._direct.back, self._handed.back, ([grads], [grads])
         sent, handed = direct.pack(grads), relayed.pack(grads)
@@ -242,10 +235,7 @@ class Exchange(Lockstep):
         return mine, Works(hot=works, sent=[hot])
 
     def finish_back(self, grads: Tensors, cold: Started, hot: Started, own: Tensors | None = None) -> list[Tensor]:
-        """Return the gradients ``[.., .., n, dim]`` of this rank's tokens: ``own`` and those of all ranks' buffers.
-
-        It adds to ``own`` in place if its dtype is that of sums.
-        """
+        """Return the gradients of this rank's tokens: ``own``, added to in place if wide, and all buffers'."""
         (received, cold_works), (mine, hot_works) = cold, hot
         assert cold_works.next is not None
         home, across = cold_works.next
@@ -288,10 +278,7 @@ class Calls:
 
 
 def exchange_of(make: Callable[..., T], plan: Any, facts: Facts, *groups: dist.ProcessGroup, in_graph: bool) -> T:
-    """Return the exchange of a plan and of what ranks compare of its calls, in its groups, made once.
-
-    If a compiled graph has it (``in_graph``), it stays as long as its first group.
-    """
+    """Return the exchange of a plan and of what ranks compare of its calls, in its groups, made once."""
     call = plan, facts, *map(ref, groups)
     calls = of_group(groups[0], Calls)
     # Threads that share a group must not make two exchanges of one call: each would count its own.
@@ -419,10 +406,7 @@ torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=
 
 
 def cast_start(k: Tensor, v: Tensor, exchange: Exchange, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Begin to send keys and values to the ranks that need them. Give both results to `group_cast`.
-
-    It follows the exchange that ``after`` comes from, in compiled graphs too.
-    """
+    """Begin to send keys and values, also in graphs after the exchange of ``after``. `group_cast` takes the results."""
     with torch.no_grad():
         received, ticket = torch.ops.ringtile.cast_start(k, v, exchange.number, after)
     return received, ticket

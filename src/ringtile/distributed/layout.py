@@ -241,11 +241,7 @@ def with_starts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
 
 
 def consecutive(runs: Sequence[Run]) -> list[Run]:
-    """Return the places of runs if they follow each other.
-
-    >>> consecutive([(3, 5), (9, 10)])
-    [(0, 2), (2, 3)]
-    """
+    """Return the places of runs if they follow each other."""
     return [(at, at + end - begin) for (begin, end), at in with_starts(runs)]
 
 
@@ -327,15 +323,7 @@ def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, rank: int, lay
 
 
 def first_nonfinite(x: Tensor, tile: int) -> tuple[int, int, int] | None:
-    """Return (batch element, head, tile) of the first tile of ``x`` ``[B, H, N, D]`` with a NaN or infinity, or None.
-
-    "First" is the lowest tile, then batch element, then head. It reads ``x`` once, and synchronizes with a GPU.
-
-    >>> x = torch.zeros(2, 4, 300, 16)
-    >>> x[1, 2, 150, 3] = torch.nan
-    >>> first_nonfinite(x, 64)
-    (1, 2, 2)
-    """
+    """Return (batch element, head, tile) of the lowest tile of ``x`` with a NaN or infinity, or None."""
     if x.dim() != 4 or tile < 1:
         raise ValueError(f"x, tile: expected [B, H, N, D] and a positive number of tokens, got {x.shape=}, {tile=}")
     if not x.numel():

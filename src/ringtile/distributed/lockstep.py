@@ -150,10 +150,7 @@ def numbers_of(call: Call, has_mask: bool, has_sinks: bool) -> tuple[float, ...]
 def compare(
     ranks: dist.ProcessGroup, name: str, layout: Layout, shapes: tuple[int, ...], dtype: str, **more: str | float
 ) -> Facts:
-    """Return the facts of a call, after a comparison with the other ranks, once. Raise PlanMismatch if they differ.
-
-    Later calls compare a digest of them in every exchange.
-    """
+    """Return the facts of a call, after a comparison with the other ranks, once. Raise PlanMismatch if they differ."""
     needing = (name for name, bit in zip(("query", "key", "value"), shapes[5:], strict=False) if bit)
     facts: dict[str, str | float] = {
         "tokens": layout.n_tokens,

@@ -276,10 +276,7 @@ def _make_plan(
 def _cut_pieces(
     pattern: Pattern, layout: Layout, rank: int, needs: Tensor, **sizes: Any
 ) -> tuple[list[Piece], list[Tensor]]:
-    """Make a piece of each run of a rank. Return them and the columns of the buffer's parts, bool: the second is empty.
-
-    Rows of a run that begins inside a tile have tiles of their own, which begin with the run.
-    """
+    """Make a piece of each run of a rank. Return them and the columns of the parts: the second has none."""
     pieces = []
     for (begin, end), at in with_starts(layout.runs[rank]):
         index = build_index(pattern, end - begin, layout.n_tokens, start=begin, **sizes)

@@ -33,10 +33,7 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """An all-to-all among the ranks of a group.
-
-    Methods take the tensors of all messages, or for each rank its own.
-    """
+    """An all-to-all among the ranks of a group."""
 
     sent: Sequence[Places]
     """For each rank the places of the tokens that it gets."""
@@ -165,11 +162,7 @@ def _sizes(tokens: Sequence[int], xs: Sequence[Tensors]) -> list[int]:
 
 
 def width_of(xs: Tensors) -> int:
-    """Return the elements per token in a message.
-
-    >>> width_of([torch.empty(2, 4, 300, 64), torch.empty(2, 4, 300, 32)])
-    768
-    """
+    """Return the elements per token in a message."""
     return sum(x.shape[0] * x.shape[1] * x.shape[3] for x in xs)
 
 
@@ -233,11 +226,7 @@ def _put_at(target: Tensor, places: Tensor, source: Tensor, add: bool) -> None:
 
 
 def to_bytes(keep: Tensor) -> Tensor:
-    """Return bool ``[B, n]`` as bytes ``[1, 1, n, ceil(B / 8)]``, eight batch elements to each.
-
-    >>> to_bytes(torch.tensor([[True, False], [True, True]])).flatten().tolist()
-    [3, 2]
-    """
+    """Return bool ``[B, n]`` as bytes ``[1, 1, n, ceil(B / 8)]``, eight batch elements to each."""
     # Not every backend sends bool, and a byte per key would be eight times as much.
     bits: Tensor = torch.nn.functional.pad(keep.T, (0, -len(keep) % 8)).unflatten(1, (-1, 8))
     return (bits * _powers(keep)).sum(2).to(torch.uint8)[None, None]

@@ -54,10 +54,7 @@ def mode_of(transport: str) -> Mode:
 
 
 def chosen(mode: Mode, pattern: Pattern, call: Call, n_ranks: int) -> Mode:
-    """Return the mode of a call: instead of "auto" a ring if that supports it, or a gather for lists.
-
-    Raises ValueError if the mode does not support the call.
-    """
+    """Return the mode of a call: instead of "auto" a ring if that supports it, or a gather for lists."""
     if split(pattern) is not None:
         if mode.gather is False:
             raise ValueError(

@@ -19,10 +19,7 @@ _ENTRIES = 1 << 20
 
 
 def check_lists(found: Split, query: Tensor, key: Tensor, start: int | None, n_keys: int) -> None:
-    """Raise ValueError if lists do not match a call, or if they name a key that does not exist.
-
-    If ``start`` is None, the queries are any of as many positions as there are keys.
-    """
+    """Raise ValueError if lists do not match a call, or if they name a key that does not exist."""
     indices, block = found.chosen.indices, found.chosen.block
     (batch, heads, n_queries), key_heads = query.shape[:3], key.shape[1]
     of_batch, groups, rows, _ = indices.shape
@@ -52,10 +49,7 @@ def check_lists(found: Split, query: Tensor, key: Tensor, start: int | None, n_k
 def lists_of(
     found: Split, query: Tensor, key: Tensor, at: Tensor, key_mask: Tensor | None, key_lengths: Tensor | None
 ) -> Lists:
-    """Return the lists of a call, whose queries are at positions ``at``.
-
-    Rules that keep an interval of keys per query become limits, all others filter.
-    """
+    """Return the lists of a call, whose queries are at positions ``at``."""
     (batch, heads, n_queries), (key_heads, n_keys) = query.shape[:3], key.shape[1:3]
     lo, hi = torch.zeros_like(at), torch.full_like(at, n_keys)
     filters = []

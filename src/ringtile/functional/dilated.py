@@ -52,9 +52,6 @@ def segment_numbers(batch: Tensor, segments: Tensor) -> Tensor:
 
     They do not depend on the number of segments, so a part of the tokens drops the weights that the whole drops. No two
     are equal if there are at most 2^30 of them.
-
-    >>> segment_numbers(torch.arange(2), torch.arange(3)).tolist()
-    [0, 1, 2, 2654435769, 2654435770, 2654435771]
     """
     return ((batch.unsqueeze(1) * _NEXT_BATCH + segments) % 2**32).flatten()
 
@@ -89,10 +86,7 @@ def numbered(call: Call, branch: int, heads: tuple[int, ...], batch: int, segmen
 
 
 def _disjoint(branches: Sequence[Branch], pattern: Pattern | None) -> tuple[Branch, ...] | None:
-    """Return branches that together keep each pair of the union once, or None if segments do not nest.
-
-    A branch leaves out the pairs of shorter ones. If their segments divide its own, that is a rule between its places.
-    """
+    """Return branches that together keep each pair of the union once, or None if segments do not nest."""
     found: list[Branch] = []
     ascending = sorted({(branch.length, branch.dilation): branch for branch in branches}.items())
     for number, ((length, dilation), branch) in enumerate(ascending):

@@ -43,9 +43,6 @@ def pieces(
     """Cut one branch into dense problems. With ``by_offset``, each has heads of one offset.
 
     The last query is at the position of the last key. Queries before the first key have no keys in their segment.
-
-    >>> [(p.segments, p.n_keys, p.heads) for p in pieces(11, 11, 3, length=4, dilation=2)]
-    [(2, 2, (0, 1, 2)), (1, 2, (0, 2)), (1, 1, (1,))]
     """
     start = n_keys - n_queries
     first = max(start, 0)

@@ -92,14 +92,7 @@ class TileIndex:
 
     @torch.inference_mode(False)
     def fitted(self) -> Self:
-        """Return the index with lists that end at their last tile. Synchronizes with the device.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> roomy = build_index(Causal(), 512).restricted(torch.eye(4, dtype=torch.bool)[None, None], capacity=9)
-        >>> tuple((len(index.rows.partial), len(index.rows.full)) for index in (roomy, roomy.fitted()))
-        ((4, 6), (4, 0))
-        """
+        """Return the index with lists that end at their last tile. Synchronizes with the device."""
         full, partial = torch.stack((self.rows.full_ptr[-1], self.rows.partial_ptr[-1])).tolist()
         rows, cols = self.rows.fitted(full, partial), self.cols.fitted(full, partial)
         fits = all(len(a) == len(b) for a, b in zip((*rows, *cols), (*self.rows, *self.cols), strict=True))

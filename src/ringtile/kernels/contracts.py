@@ -149,10 +149,7 @@ class PreparingBackend(Backend, Protocol):
 
 
 class ListsBackend(Protocol):
-    """The functions of a module that computes attention over lists, see `Backend`.
-
-    A call with dropout, softcap or ALiBi is one more argument. Only `blockwise` gets such calls.
-    """
+    """The functions of a module that computes attention over lists, see `Backend`."""
 
     @property
     def unsupported(self) -> Callable[[Tensor, Tensor, Tensor, Lists, float], list[str]]:
@@ -172,10 +169,7 @@ _of_lists: dict[str, ListsBackend] = {}
 
 
 def install(backends: Mapping[str, Backend], of_lists: Mapping[str, ListsBackend]) -> None:
-    """Set the backends of the operators, by name. Backends import this module, so `select`, which knows all, calls it.
-
-    Whoever calls an operator has imported `select` before, because it needs the name of a backend.
-    """
+    """Set the backends of the operators, by name. Backends import this module, so only `select` knows all."""
     _backends.update(backends)
     _of_lists.update(of_lists)
 

@@ -197,11 +197,7 @@ def proof(
     device: str, dtype: torch.dtype, dims: tuple[int, int], ratio: int, shared: tuple[bool, bool], has_partial: bool,
     is_backward: bool,
 ) -> str:  # fmt: skip
-    """Return what is wrong with the kernels on a small problem, or an empty string.
-
-    ``dims`` are those of keys and values, ``ratio`` is of heads to key heads. ``shared`` says whether batch elements,
-    and whether heads, keep the same pairs.
-    """
+    """Return what is wrong with the kernels on a small problem, or an empty string."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:

@@ -248,10 +248,7 @@ def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.cache
 def proven(device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tuple[bool, bool, bool]) -> Source:
-    """Return the first kernels that match float64 on a small problem of this kind.
-
-    Raises RuntimeError with the reasons against each of them if there are none.
-    """
+    """Return the first kernels that match float64 on a small problem of this kind."""
     # Invariant: packages and devices stay for the life of a process, so a verdict does, too. There are few kinds.
     against = []
     for name, source in _sources():

@@ -58,16 +58,6 @@ def pooled_masses(
 
     Returns:
         float32 ``[B, H, R, ceil(K / segment)]``.
-
-    Raises:
-        ValueError: If shapes, dtypes, devices or values are invalid.
-
-    Example:
-        >>> q, k = torch.randn(2, 1, 2, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> seen, groups = torch.arange(1, 5), torch.tensor([0, 2, 4], dtype=torch.int32)
-        >>> masses = pooled_masses(q, k, segment=2, seen=seen, groups=groups)
-        >>> masses.shape, bool((masses[:, :, 0, 0] == 1).all())
-        (torch.Size([1, 2, 2, 2]), True)
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     masses = Masses(query.detach(), key.detach(), seen, groups, bias, keep, segment, pool, by_sign, scale)

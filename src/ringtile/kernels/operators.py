@@ -313,10 +313,7 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
-    """Return the output and lse of one call, differentiable in q, k and v.
-
-    ``prepared`` is what the call's backend has prepared, for tensors of which `is_unseen` is true, or None.
-    """
+    """Return the output and lse of one call, differentiable in q, k and v."""
     if not is_differentiated(q, k, v):
         return run_forward(q, k, v, call, prepared)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

@@ -32,11 +32,7 @@ def dropout_threshold(p: float) -> int:
 
 
 def dropout_scale(p: float) -> float:
-    """Return the factor of kept weights: ``65536 / (65536 - threshold)``, the inverse of the exact keep rate.
-
-    >>> dropout_scale(0.75)
-    4.0
-    """
+    """Return the factor of kept weights: ``65536 / (65536 - threshold)``, the inverse of the exact keep rate."""
     return 65536 / (65536 - dropout_threshold(p))
 
 
@@ -51,10 +47,6 @@ def dropout_keep(seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor,
 
     ``seed`` is an int or an int64 tensor with one element. This makes one Philox call per pair, simple enough for the
     reference. Kernels use `dropout_tile`, which returns the same bits. Raises ValueError unless ``0 <= p < 1``.
-
-    >>> zero = torch.zeros((), dtype=torch.int64)
-    >>> dropout_keep(1, zero, zero, zero, torch.arange(6), 0.5)
-    tensor([ True,  True, False, False,  True,  True])
     """
     counter = (key // 32 * 4 + key // 2 % 4, query & WORD, head & WORD, batch & WORD)
     words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, _seed_words(seed), _ROUNDS)))
@@ -74,10 +66,6 @@ def dropout_tile(
     checked because it is on the device. One Philox call serves 8 keys. Raises ValueError unless ``0 <= p < 1``.
 
     The mask is random, so branches on it mispredict: multiply by it as a float instead of ``torch.where``.
-
-    >>> zero = torch.zeros((), dtype=torch.int64)
-    >>> dropout_tile(7, zero, zero, torch.arange(2), torch.tensor([0, 96]), 32, 0.5).shape
-    torch.Size([2, 64])
     """
     if n_keys != 16 and (n_keys <= 0 or n_keys % 32):
         raise ValueError(f"n_keys: expected 16 or a multiple of 32, got {n_keys}")

@@ -67,10 +67,7 @@ def prepared_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Any, ...]:
 def make_plan(
     structure: Structure, q: Tensor, k: Tensor, v: Tensor, call: Call, index: BlockIndex | None, named: str
 ) -> Plan:
-    """Return the plan of a checked call with its backend, which later calls of its structure find.
-
-    ``index`` is None if the call has the text of a pattern. ``named`` is the backend that the caller named, or empty.
-    """
+    """Return the plan of a checked call with its backend. ``index`` is None if the call has the text of a pattern."""
     prepared = None
     if prepare := getattr(backend_of(call.backend), "prepare", None):
         index = index_of(call, q, k) if index is None else index

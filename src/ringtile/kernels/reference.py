@@ -198,15 +198,6 @@ def attention_reference(
     Returns:
         The output ``[B, H, Nq, Dv]``, the natural-log lse ``[B, H, Nq]`` and, if requested, the weights
         ``[B, H, Nq, Nk]``, all in float64.
-
-    Raises:
-        ValueError: If shapes, heads, lengths or values are invalid.
-
-    >>> from ringtile.patterns.base import Dense
-    >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind()
-    >>> out, lse = attention_reference(q, k, v, Dense())
-    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
-    True
     """
     problem = _Problem(q, k, v, pattern, **options)
     (batch, heads, n_queries), n_keys = q.shape[:3], k.shape[2]
@@ -235,12 +226,6 @@ def attention_rows(
     ``rows`` ``[R]`` int64 are query numbers in ``[0, Nq)``. The element rule takes O(B H R Nk) and the rest O(kept), so
     you can check a million tokens. Results are differentiable: with a loss on these rows alone, the gradients are
     those of the full attention. Raises ValueError if an argument is invalid.
-
-    >>> from ringtile.patterns.base import Dense
-    >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind()
-    >>> rows = torch.tensor([6, 1])
-    >>> torch.allclose(attention_rows(q, k, v, Dense(), rows)[0], attention_reference(q, k, v, Dense())[0][:, :, rows])
-    True
     """
     problem = _Problem(q, k, v, pattern, **options)
     if rows.ndim != 1 or rows.dtype != torch.int64 or bool(((rows < 0) | (rows >= q.shape[2])).any()):

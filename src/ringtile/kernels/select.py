@@ -71,10 +71,7 @@ def native_masses(masses: Masses) -> Tensor | None:
 def native_step(
     query: Tensor, key: Tensor, value: Tensor, keep: Tensor, block: int, key_mask: Tensor | None, scale: float | None
 ) -> Tensor | None:
-    """Return the attention of the last query over tiles by the native kernel, or None if it does not support the call.
-
-    ``keep`` is bool ``[B, H, 1, C]``. No gradient can follow, and nobody looks at operators.
-    """
+    """Return the attention of the last query over tiles by the native kernel, None if it does not support it."""
     if reason_against() or is_logged() or not is_unseen(query, key, value, keep, key_mask):
         return None
     plain = query.dtype == key.dtype == value.dtype and query.is_cpu and not is_differentiated(query, key, value)
@@ -82,10 +79,7 @@ def native_step(
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
-    """Return the backend of a call: the one it names, or the first without a reason against it.
-
-    Raises ValueError with all reasons if the named backend does not support the call.
-    """
+    """Return the backend of a call: the one it names, or the first without a reason against it."""
     if call.backend:
         reasons = _BACKENDS[call.backend].unsupported(q, k, v, call)
         if reasons:
@@ -103,10 +97,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 
 def select_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> str:
-    """Return the backend of a call over lists: the one it names, or the first without a reason against it.
-
-    Raises ValueError with all reasons if the named backend does not support the call.
-    """
+    """Return the backend of a call over lists: the one it names, or the first without a reason against it."""
     if call.backend and call.backend not in LISTS:
         raise ValueError(f"backend: expected one of {(*LISTS, 'reference')} for Chosen lists, got {call.backend!r}")
     for name in (call.backend,) if call.backend else LISTS:

@@ -31,13 +31,7 @@ listeners: list[list[KernelTime]] = []
 
 @contextmanager
 def kernel_times() -> Iterator[list[KernelTime]]:
-    """Return a list to which each call of the native kernel adds its times, in any thread of Python.
-
-    >>> with kernel_times() as times:
-    ...     pass
-    >>> times
-    []
-    """
+    """Return a list to which each call of the native kernel adds its times, in any thread of Python."""
     mine: list[KernelTime] = []
     listeners.append(mine)
     try:

@@ -23,10 +23,6 @@ def rotary_angles(
     leading B, too. Angles are computed in float64, so they stay exact at a million tokens. ``like`` has the device and
     dtype of the results, which are float32 if it is half precision. Raises ValueError if head_dim is odd, both
     ``start`` and ``positions`` are given, or positions have another dtype, shape or device.
-
-    >>> cos, sin = rotary_angles(3, 4, positions=torch.tensor([[0, 1, 2], [7, 0, 1]]), like=torch.empty(0))
-    >>> cos.shape, sin[1, 1].tolist()
-    (torch.Size([2, 3, 2]), [0.0, 0.0])
     """
     if head_dim % 2:
         raise ValueError(f"head_dim: expected an even number for rotary positions, got {head_dim=}")

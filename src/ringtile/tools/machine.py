@@ -19,11 +19,7 @@ _SOURCES = ("--", ":/", ":(exclude,top)benchmarks/records", ":(exclude,top)docs"
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions by package name, None if a package is not installed. It imports no package.
-
-    >>> versions()["torch"] == torch.__version__
-    True
-    """
+    """Return versions by package name, None if a package is not installed. It imports no package."""
     found: dict[str, str | None] = {"ringtile": ringtile.__version__, "python": platform.python_version()}
     found["torch"] = torch.__version__
     # ringtile uses these if they are installed.

@@ -33,10 +33,6 @@ def peak_memory(
 
     All memory from torch's allocator counts, inside operators, too: on a CPU from a trace of the profiler, on a CUDA
     device from the allocator's own peaks. Memory that a library allocates itself does not. Create the inputs before.
-
-    >>> x = torch.randn(1000, requires_grad=True)
-    >>> peak_memory(lambda: x.exp().sin(), lambda out: torch.autograd.grad(out.sum(), x), torch.device("cpu")).forward
-    4000
     """
     if device.type == "cuda":
         return _peaks_cuda(forward, backward, device)

@@ -117,10 +117,7 @@ def _markdown(part: Part) -> str:
 
 
 def html(title: str, parts: Iterable[Part], classes: Mapping[str, str] | None = None) -> str:
-    """Return a page in HTML that loads nothing else, light or dark as its reader's system is.
-
-    ``classes`` are words that have a color if they are all of a cell: "good", "bad" or "soft".
-    """
+    """Return a page in HTML that loads nothing else, light or dark as its reader's system is."""
     body = "\n".join(_html(part, classes or {}) for part in parts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

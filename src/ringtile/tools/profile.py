@@ -90,15 +90,7 @@ def profile_attention(
     calls: int = 2,
     trace: Path | None = None,
 ) -> list[CallProfile]:
-    """Profile forward and backward passes on the CPU, the first with an empty index cache.
-
-    ``trace`` is a file for a Chrome trace (chrome://tracing or Perfetto). Raises ValueError without calls or tokens.
-
-    >>> from ringtile.patterns import Causal
-    >>> first, second = profile_attention(Causal(), 256, num_heads=1)
-    >>> sorted(second.phases) == sorted(PHASES) and second.total > 0
-    True
-    """
+    """Profile passes on the CPU, the first with an empty index cache. ``trace`` is a file for a Chrome trace."""
     if calls < 1 or tokens < 1:
         raise ValueError(f"calls, tokens: expected at least one, got {calls=}, {tokens=}")
     query, key, value, out_grad = (

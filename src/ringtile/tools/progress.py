@@ -29,10 +29,7 @@ def threads_text() -> str:
 
 
 class Progress:
-    """Prints result lines to standard output and, if standard error is a terminal, a live line to it.
-
-    With ``quiet``, the caller prints one record at the end instead of result lines.
-    """
+    """Prints result lines to standard output and, if standard error is a terminal, a live line to it."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet, self._stream = quiet, sys.stderr
@@ -59,11 +56,7 @@ class Progress:
     def through(
         self, jobs: Sequence[T], name: Callable[[T], str], cost: Callable[[T], float], *, done: int = 0
     ) -> Iterator[T]:
-        """Yield jobs, and show the number and the name of each and the time that is left.
-
-        ``cost`` is the expected seconds of a job. The time left is the cost of the jobs that are left, times the pace
-        of those that have ended. ``done`` jobs of the run have ended before, and count in the numbers only.
-        """
+        """Yield jobs, and show the number, the name and the time left of each. ``done`` jobs have ended before."""
         left, ended, began = sum(map(cost, jobs)), 0.0, time.monotonic()
         try:
             for number, job in enumerate(jobs, done + 1):

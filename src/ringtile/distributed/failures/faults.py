@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ringtile.distributed.failures.errors import PlanMismatch as PlanMismatch
 from ringtile.distributed.failures.errors import RankLost as RankLost
 from ringtile.distributed.failures.errors import difference, first_line, named
-from ringtile.distributed.failures.watcher import OPEN, Member, Watcher, aside, end_process, failure, settle
+from ringtile.distributed.failures.watcher import Member, Watcher, aside, end_process
 from ringtile.distributed.process_groups import STORES, base_of, is_alone, known, of_group, store_of, timeout_of
 
 _PATIENCE = 0.5
@@ -38,20 +38,9 @@ def handshakes() -> int:
 
 
 def agree(group: dist.ProcessGroup | None, name: str, facts: Mapping[str, str | int | float]) -> None:
-    """Compare facts with all ranks of a group through its store, without moving a tensor.
+    """Compare facts with all ranks of a group through its store, in the same order per name, without moving a tensor.
 
-    Every rank of the group makes the same calls, in the same order per name. A single rank and PyTorch's "fake" backend
-    return at once.
-
-    Args:
-        group: The process group. None: the default group.
-        name: Name of the handshake, for the message.
-        facts: The fields to compare, strings and numbers.
-
-    Raises:
-        PlanMismatch: If facts differ, at every rank and with the same line: the ranks, the field and its values.
-        RankLost: If a rank does not come within the group's timeout, or the watcher knows that one is lost.
-        ValueError: If a fact is neither a string nor a number.
+    Raises PlanMismatch at every rank if they differ, and RankLost if a rank does not come or is known to be lost.
     """
     global _handshakes
     group = _group(group)
@@ -162,41 +151,12 @@ def verdict(group: dist.ProcessGroup | None = None) -> str | None:
     return None if watcher is None else watcher.verdict
 
 
-def publish_failure(group: dist.ProcessGroup | None, error: BaseException) -> None:
-    """Tell the other ranks of a group that this rank fails with an exception.
-
-    `watch` calls it for uncaught exceptions. Call it yourself if you catch an exception and give up. If a broken
-    connection caused the exception, the rank at the other end is to blame, and the call waits for the watcher to name
-    it.
-    """
-    group = _group(group)
-    watcher = _watcher(group)
-    if watcher is not None:
-        watcher.fail(error)
-    elif not is_alone(group) and not isinstance(error, PlanMismatch):
-        member, store = of_group(group, Member, group), store_of(group)
-        key = f"{member.prefix}/watch/verdict"
-        store.compare_set(key, "", OPEN)
-        settle(store, key, failure(member, error))
-
-
 def wait(work: dist.Work | None, group: dist.ProcessGroup | None, what: str) -> None:
-    """Wait for a collective, and raise within about a second if the watcher knows that a rank is lost.
+    """Wait for a collective, and raise RankLost within about a second if the watcher knows that a rank is lost.
 
-    On gloo it waits in steps and looks at the watcher in between. Sends and receives wait in a thread of their own,
-    since a timeout would close their connection. NCCL's ``wait`` does not block the host, which runs ahead of the
-    device: ``wait`` looks at the watcher before and after it. So a rank that waits for a device learns of a verdict in
-    its next call, if it returns at all: `watch` with ``exit_at_once`` ends it. The same holds if a group has several
-    backends, whose ``wait`` can block until PyTorch returns or raises. All ranks make the same waits in the same order:
-    the watcher counts them to find the rank that is late.
-
-    Args:
-        work: Result of a call with ``async_op=True``. None: this rank has no part in it, but counts the wait.
-        group: The process group that is watched, usually the one of the call. None: the default group.
-        what: Name of the data, for the message: "keys and values, forward".
-
-    Raises:
-        RankLost: If the work fails or a rank is lost, from PyTorch's exception.
+    On gloo it waits in steps. Sends and receives wait in a thread of their own, since a timeout would close their
+    connection. NCCL's ``wait`` does not block the host: a rank that waits for a device learns of a verdict in its next
+    call, or `watch` with ``exit_at_once`` ends it. The watcher counts the waits, None included, to find who is late.
     """
     group = _group(group)
     watcher = _watcher(group)

@@ -28,7 +28,7 @@ _WATCHED = 8
 _SHORT = 2.0
 """Seconds without a heartbeat that are enough once a connection has broken: then a rank has ended, and the question is
 which. A busy machine stands still for a second."""
-OPEN, _BROKEN, _GONE = "-", "?", "+"
+_OPEN, _BROKEN, _GONE = "-", "?", "+"
 """The verdict's key before there is a verdict, after a connection broke, and after the store's host has left."""
 
 _printed: set[str] = set()
@@ -88,12 +88,12 @@ class Watcher(threading.Thread):
         self._beats: dict[int, str] = {}
         self._quiet: dict[int, float] = {}
         self._before, self._doubt = time.monotonic(), False
-        self._open, self._asked, self._answered = OPEN, self._before, self._before
+        self._open, self._asked, self._answered = _OPEN, self._before, self._before
 
     @property
     def _limit(self) -> float:
         """Seconds without a heartbeat after which a rank is lost."""
-        return self.silence if self._open == OPEN else self._short
+        return self.silence if self._open == _OPEN else self._short
 
     def wait(self, work: dist.Work | None, what: str) -> None:
         """Wait for a collective. Raise RankLost if there is a verdict before its end."""
@@ -130,7 +130,7 @@ class Watcher(threading.Thread):
                 return self.stuck()
         elif self.is_alive():
             # All ranks look for the one that ended.
-            self._ask(lambda: self._store.compare_set(self._key("verdict"), OPEN, _BROKEN))
+            self._ask(lambda: self._store.compare_set(self._key("verdict"), _OPEN, _BROKEN))
             self.concluded.wait(self._short + max(4 * self.interval, 1.0))
         return self.verdict or self._ask(self._accuse) or self.verdict
 
@@ -139,7 +139,8 @@ class Watcher(threading.Thread):
         if isinstance(error, RankLost):
             self.publish(str(error))
         elif not isinstance(error, PlanMismatch) and not (is_broken_connection(error) and self.blame(error)):
-            self.publish(failure(self.member, error))
+            message = f": {first_line(error)}" if str(error).strip() else ""
+            self.publish(f"rank {self.member.ranks[self.member.me]} failed: {type(error).__name__}{message}")
 
     def leave(self) -> None:
         """Say goodbye to the other ranks and end the thread."""
@@ -166,7 +167,7 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._store.compare_set(self._key("verdict"), "", OPEN)
+            self._store.compare_set(self._key("verdict"), "", _OPEN)
             while self._state == "on":
                 self._tick()
                 if self._state == "on":
@@ -194,7 +195,7 @@ class Watcher(threading.Thread):
         if self._state != "on":
             return
         line, beats = self._read(self._next)
-        if line not in (OPEN, _BROKEN):
+        if line not in (_OPEN, _BROKEN):
             self._obey(line, own=False)
             return
         self._open = line
@@ -238,7 +239,7 @@ class Watcher(threading.Thread):
     def _accuse(self) -> str | None:
         """Blame the ranks that have left or, if there are none, those that have come to fewer waits than this one."""
         found, beats = self._read(self._others)
-        if found not in (OPEN, _BROKEN):
+        if found not in (_OPEN, _BROKEN):
             return self._obey(found, own=True)
         states = {self.member.ranks[rank]: _fields(beat) for rank, beat in beats.items()}
         if left := [rank for rank, (state, _) in states.items() if state == "bye"]:
@@ -310,7 +311,7 @@ class Watcher(threading.Thread):
 def settle(store: Any, key: str, line: str) -> str:
     """Write the verdict unless there is one, and return the verdict."""
     found = _BROKEN
-    for before in (OPEN, _BROKEN):
+    for before in (_OPEN, _BROKEN):
         if found == _BROKEN:
             found = store.compare_set(key, before, line).decode()
     return found
@@ -358,12 +359,6 @@ def aside(call: Callable[[], T], watcher: Watcher, limit: float = float("inf")) 
         if error is not None:
             raise error
         return cast(T, result)
-
-
-def failure(member: Member, error: BaseException) -> str:
-    """Return the line about an exception of this rank."""
-    message = f": {first_line(error)}" if str(error).strip() else ""
-    return f"rank {member.ranks[member.me]} failed: {type(error).__name__}{message}"
 
 
 def is_broken_connection(error: BaseException) -> bool:

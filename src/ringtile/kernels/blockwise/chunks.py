@@ -123,10 +123,7 @@ class Work:
         return x[self.batch.start : self.batch.stop, heads.start : heads.stop].flatten(0, 1)
 
     def rows(self, x: Tensor, value: float = 0.0) -> Tensor:
-        """Return the share of ``[B, H, Nq, ...]`` as row tiles. Queries that do not exist have a value.
-
-        It is a view of ``[B, H, R * block, ...]``, which has them.
-        """
+        """Return the share of ``[B, H, Nq, ...]`` as row tiles. Queries that do not exist have a value."""
         index, count = self.index, self.index.n_rows
         lead = 0 if x.shape[2] == count * index.block else index.start % index.block
         return tiled(self._share(x, self.heads), lead, count, index.block, value)
@@ -145,10 +142,7 @@ class Work:
         return tiled(self._share(x, self.kv_heads), 0, self.index.n_cols, self.index.block)
 
     def chunks(self, n_scores: int) -> Iterator[list[Part]]:
-        """Cut the launches so that no part needs more than `CHUNK_BYTES`. Parts of a chunk have the same rows.
-
-        ``n_scores`` is the number of matrices of scores that a part needs at once.
-        """
+        """Cut the launches so that no part needs more than `CHUNK_BYTES`. Parts of a chunk have the same rows."""
         block, size = self.index.block, self.dtype.itemsize
         keys, queries = (len(heads) * len(self.batch) * block * size for heads in (self.kv_heads, self.heads))
         for launch in self.plan.launches[self.group]:

@@ -68,13 +68,7 @@ def ranges(count: int, operations: float, threads: int) -> Iterator[tuple[int, i
 
 
 def backward_products(key_heads: int, threads: int) -> int:
-    """Return the matmuls per tile in the backward pass: 5 if threads handle whole heads, 7 for rows, then columns.
-
-    ``key_heads`` is counted over the batch. Both ways return the same bits, so the number of threads can decide.
-
-    >>> backward_products(8, 2), backward_products(1, 2)
-    (5, 7)
-    """
+    """Return the matmuls per tile in the backward pass: 5 if threads handle whole heads, 7 for rows, then columns."""
     return 5 if 5 * math.ceil(key_heads / threads) * threads <= 7 * key_heads else 7
 
 
@@ -174,10 +168,7 @@ def _side(begins: Tensor, order: Order, groups: int) -> _Side:
 
 
 def _shared_splits(lists: _Lists, batch: int, heads: int, items: int, threads: int, columns: bool) -> Tensor:
-    """Return the splits of rows or columns that are long for one thread: item, head over the batch, first, last.
-
-    ``items`` is the number of heads, or of key heads for columns.
-    """
+    """Return the splits of rows or columns that are long for one thread: item, head over the batch, first, last."""
     key = batch, heads, items, threads, columns
     if (found := lists.shared_splits.get(key)) is not None:
         return found

@@ -69,13 +69,7 @@ def best_rates(handle: ctypes.CDLL, wanted: Wanted, *, threads: int, seconds: fl
 
 
 def choose(sets: Sequence[InstructionSet], measure: Callable[[Wanted], Sequence[float]]) -> Choice:
-    """Choose among the instruction sets that this processor runs, slowest first. ``measure`` returns rates.
-
-    >>> sets = [InstructionSet(1, "avx512", 64), InstructionSet(2, "avx512_bf16", 64)]
-    >>> choice = choose(sets, lambda wanted: [1e11, 2e11])
-    >>> choice.by_dtype[torch.bfloat16].name, choice.reason, choice.parts
-    ('avx512', 'avx512_bf16 runs at 0.50 times the float32 rate', None)
-    """
+    """Choose among the instruction sets that this processor runs, slowest first. ``measure`` returns rates."""
     general = [isa for isa in sets if isa.name not in BFLOAT16_SETS]
     best = (general or sets)[-1]
     by_dtype = dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), best)

@@ -15,10 +15,7 @@ from ringtile.kernels.native.library import library, reason_against
 
 
 def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None) -> KeptLists | None:
-    """Return what `ringtile.index.restrict` makes of PyTorch's operations, or None if the library does not serve it.
-
-    Tiles behind the last one are zeros.
-    """
+    """Return what `ringtile.index.restrict` makes of PyTorch's operations, or None if the library does not serve it."""
     # A graph has operators only, and the tensors of a trace have no memory.
     plain = type(keep) is Tensor and keep.device.type == "cpu" and not torch.compiler.is_compiling()
     if reason_against() or not plain or keep._is_zerotensor():

@@ -151,10 +151,7 @@ def backward_launches(job: ListJob, rows: Rows, q_grad: Tensor, total: Tensor) -
 
 
 def by_entry(indices: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """Return the flat numbers of lists' items, by entry and then in order, and where those of each entry begin.
-
-    Both have a row per list group and batch element: ``[..., Nq * n]`` and ``[..., entries + 1]``.
-    """
+    """Return the flat numbers of lists' items, by entry and then in order, and where those of each entry begin."""
     flat = indices.flatten(2).flatten(0, 1)
     found = flat.masked_fill((flat < 0) | (flat >= entries), entries).sort(dim=1, stable=True)
     numbers = torch.arange(entries + 1, dtype=flat.dtype, device=flat.device).expand(len(flat), -1).contiguous()

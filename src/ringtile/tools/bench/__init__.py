@@ -177,10 +177,7 @@ def run_bench(
     save: Callable[[Record], None] = lambda record: None,
     progress: Progress | None = None,
 ) -> Record:
-    """Measure all tasks but those that are whole in ``before``. Ctrl-C ends it with the rows so far.
-
-    ``report`` receives the rows of each task, and ``save`` the record so far, marked as interrupted.
-    """
+    """Measure all tasks but those that are whole in ``before``. Ctrl-C ends it with the rows so far."""
     counts = {task.case.threads or torch.get_num_threads() for task in tasks}
     # The warning is about other processes, so look at the load before this one computes.
     record = Record.here(command, interrupted=True, seed=seed, seconds=seconds, warning=busy_warning())

@@ -128,12 +128,7 @@ def _passes(
 
 
 def limit_ms(passes: Sequence[Work], rates: Mapping[str, float]) -> float | None:
-    """Return the least milliseconds of the passes, or None if there are none or a rate is missing.
-
-    >>> rates = {"fma_float32": 1e9, "exp_float32": 1e9, "read": 1e9}
-    >>> limit_ms([Work(3e6, 1e6, 1e6, "fma_float32", "exp_float32")], rates)
-    4.0
-    """
+    """Return the least milliseconds of the passes, or None if there are none or a rate is missing."""
     needed = {name for work in passes for name in (work.products, work.softmax, "read")}
     if not passes or needed - set(rates):
         return None

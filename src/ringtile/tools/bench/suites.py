@@ -68,10 +68,7 @@ class Task:
 
 
 def random_tiles(n_tiles: int, density: float, seed: int = 0) -> Tensor:
-    """Draw a causal tile matrix, bool ``[n_tiles, n_tiles]``: the diagonal and random tiles below it.
-
-    It keeps `density` of the tiles on and below the diagonal, to the nearest tile, and never less than the diagonal.
-    """
+    """Draw a causal tile matrix, bool ``[n_tiles, n_tiles]``: the diagonal and random tiles below it."""
     kept = torch.eye(n_tiles, dtype=torch.bool)
     below = torch.tril_indices(n_tiles, n_tiles, -1)
     wanted = max(0, round(density * n_tiles * (n_tiles + 1) / 2) - n_tiles)
@@ -172,10 +169,6 @@ SUITES = tuple(_SUITES)
 
 
 def suite(name: str, backend: str | None = None) -> list[Task]:
-    """Return the tasks of one of `SUITES`, in the order in which they are measured.
-
-    >>> [task.case.asked for task in suite("smoke")][:2]
-    ['window(1) at 0.5', 'dilated([2], 4096)']
-    """
+    """Return the tasks of one of `SUITES`, in the order in which they are measured."""
     peers = {peer.name: peer for peer in all_peers(backend)}
     return [task for cells in _SUITES[name] for task in cells(peers)]

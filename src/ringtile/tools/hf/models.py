@@ -72,10 +72,7 @@ class Source(NamedTuple):
 
 
 def load_model(source: str | None, random_weights: Path | None, n_tokens: int, seed: int = 0) -> Source:
-    """Load a folder of ``save_pretrained``, a GGUF file, a name on the hub, or a ``config.json`` or its folder.
-
-    The last gets random weights by ``seed``. Raises ValueError if the model cannot be loaded for ``n_tokens``.
-    """
+    """Load a folder of ``save_pretrained``, a GGUF file, a name on the hub, or a ``config.json`` or its folder."""
     if (source is None) == (random_weights is None):
         raise ValueError("MODEL: expected a model or --random-weights CONFIG, got " + ("both" if source else "neither"))
     if n_tokens < 2:
@@ -130,10 +127,7 @@ def _tokenizer(transformers: Any, source: str, where: dict[str, Any]) -> Callabl
 def load(
     source: str | None, random_weights: Path | None, n_tokens: int, text: Path | None = None, seed: int = 0
 ) -> Loaded:
-    """Load a model, see `load_model`, and the first tokens of a text file (default: the topics of Python's ``help()``).
-
-    Raises ValueError if something is missing or too short.
-    """
+    """Load a model, see `load_model`, and the first tokens of a text file (default: the topics of ``help()``)."""
     words, title = python_manual(), "Python's documentation (pydoc_data.topics)"
     if text is not None:
         words, title = read_text(text), str(text)

@@ -94,11 +94,7 @@ def cost_of_model(
     transports: Sequence[Transport] | None = TRANSPORTS,
     listed: dict[Pattern, Tiles] | None = None,
 ) -> ModelCost:
-    """Return the cost of a model's layers in one layout, each pattern with its cheapest of these transports.
-
-    None: the transport that `ring_attention` takes by default. If you compare layouts, pass the same dict ``listed``
-    for all. Raises ValueError as `cheapest_for_model`.
-    """
+    """Return the cost of a model's layers in one layout, each pattern with its cheapest of these transports."""
     costs, listed = dict[Pattern, Cost](), {} if listed is None else listed
     for pattern in layers:
         if pattern not in listed:

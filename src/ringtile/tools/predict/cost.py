@@ -29,10 +29,7 @@ _Spent = dict[str, Any]
 
 
 class Cost(NamedTuple):
-    """Traffic, work and predicted time of each rank, for one transport.
-
-    Bytes are those of keys and values and their gradients. A key mask adds a bit per key.
-    """
+    """Traffic, work and predicted time of each rank, for one transport."""
 
     transport: Transport
     sent: Tensor
@@ -125,10 +122,7 @@ class _Traffic:
         self.add(inside=inside, between=sent - inside, messages=(moved > 0).sum(1) * messages)
 
     def broadcast(self, tokens: Tensor, group: Tensor, token: int, wide: int) -> None:
-        """Add a broadcast of ``tokens`` ``[P]`` to all ranks that have the same number in ``group`` ``[P]``.
-
-        A token has ``token`` bytes, and its gradients have ``wide``, because ranks sum them.
-        """
+        """Add a broadcast of ``tokens`` ``[P]`` to all ranks that have the same number in ``group`` ``[P]``."""
         others = torch.zeros_like(tokens).index_add_(0, group, tokens)[group] - tokens
         self.add(sent=tokens * token, received=others * token)
         self.add(sent_backward=others * wide, received_backward=tokens * wide)
@@ -279,8 +273,7 @@ def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
 def _exchange_heads(
     work: Work, hardware: Hardware, traffic: _Traffic, per_row: int
 ) -> tuple[HeadPlan, Tensor, Tensor, Tensor]:
-    """Return who has which heads, the bytes of all tokens of its row that each rank gets for its heads, ``[P]``, those
-    of the messages that bring them, and the seconds of copies and exchanges."""
+    """Return who has which heads, the bytes that each rank gets, those of messages, and the seconds, ``[P]`` each."""
     layout, sizes = work.layout, work.sizes
     plan = HeadPlan(work.pattern, layout, 0, per_row, sizes.batch, sizes.heads, sizes.kv_heads)
     heads, key_heads = (torch.tensor([end - begin for begin, end in plan.heads[kind]]) for kind in "qk")

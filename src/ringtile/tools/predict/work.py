@@ -164,16 +164,7 @@ class Work(NamedTuple):
 
 
 def survey(pattern: Pattern, layout: Layout, sizes: Sizes, *, listed: Tiles | None = None) -> Work:
-    """Return the work of all ranks, without an index.
-
-    If you survey several layouts of the same tokens, pass the tiles that you ``listed`` once: heads with patterns of
-    their own take most of the time. Raises ValueError as `Tiles` does.
-
-    >>> from ringtile.patterns import Causal, Window
-    >>> work = survey(Causal() & Window(4096), Layout.contiguous(1 << 20, 8), Sizes(heads=1, kv_heads=1))
-    >>> work.tiles.tolist()
-    [33264, 33792, 33792, 33792, 33792, 33792, 33792, 33792]
-    """
+    """Return the work of all ranks, without an index. Layouts of the same tokens can share ``listed`` tiles."""
     n_ranks = layout.n_ranks
     if n_ranks > MAX_RANKS:
         raise ValueError(f"layout: expected at most {MAX_RANKS:,} ranks, got {n_ranks:,}")

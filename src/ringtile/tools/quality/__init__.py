@@ -27,11 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells that the folder does not have, and write the record and the page; return 0.
-
-    Raises:
-        ValueError: If an argument is invalid, a file of the folder holds something else, or a model cannot be loaded.
-    """
+    """Measure all cells that the folder does not have, and write the record and the page; return 0."""
     progress = Progress(quiet=args.json)
     if args.calibrate is not None:
         return calibrate.run(args, progress)
@@ -54,10 +50,7 @@ def measure(
     args: argparse.Namespace,
     progress: Progress,
 ) -> None:
-    """Measure the cells that a folder does not have, and write the record of all and its page, also if interrupted.
-
-    ``shown`` are the lines to print and the parts of the page.
-    """
+    """Measure the cells that a folder does not have, and write the record of all and its page, also if interrupted."""
     progress.say(f"{len(work)} cells, {len(folder.of(work))} of them in {folder.path}; {threads_text()}")
     interrupted = False
     try:

@@ -17,10 +17,7 @@ from ringtile.tools.units import duration_text
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
-    """Write the budgets of ``--calibrate MODEL`` to ``--out``, and report them on a second sequence.
-
-    Raises ValueError if the model or the text is missing, or the density is not between 0 and 1.
-    """
+    """Write the budgets of ``--calibrate MODEL`` to ``--out``, and report them on a second sequence."""
     if not 0 < args.density <= 1:
         raise ValueError(f"--density: expected a number above 0 and at most 1, got {args.density}")
     out = Path("budgets.json") if args.out is None else args.out

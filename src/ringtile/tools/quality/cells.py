@@ -46,11 +46,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """A file name, the same for equal settings only.
-
-        >>> Setting("trained", "mqar", "post-hoc", "oracle", "density", 0.25, 1, {"block": 16}).name
-        'mqar-post-hoc-oracle-density-0.25-s1-ae985371'
-        """
+        """A file name, the same for equal settings only."""
         # The words make a name that people can read. The hash of all fields makes it unique.
         whole = json.dumps(asdict(self), sort_keys=True)
         words = [self.task, self.regime, self.scores, self.budget, "" if self.asked is None else f"{self.asked:g}"]
@@ -110,10 +106,7 @@ class Job:
 
 
 class Folder:
-    """The folder of ``--out``: one JSON file per finished cell, each written whole.
-
-    A second run reads the cells of equal settings instead of measuring them again.
-    """
+    """The folder of ``--out``: one JSON file per finished cell, each written whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -124,10 +117,7 @@ class Folder:
         return self._cells / f"{setting.name}.json"
 
     def read(self, setting: Setting) -> Cell | None:
-        """Return the finished cell of a setting, or None.
-
-        Raises ValueError if its file holds something else.
-        """
+        """Return the finished cell of a setting, or None."""
         file = self._file(setting)
         if not file.exists():
             return None
@@ -147,10 +137,7 @@ class Folder:
 
 
 def measure_all(jobs: Iterable[Job], folder: Folder, progress: Progress) -> list[Cell]:
-    """Measure the jobs whose cells the folder does not have, and return the cells of all.
-
-    Each cell is written when it is finished, so an interrupted run goes on where it ended.
-    """
+    """Measure the jobs whose cells the folder does not have, and return the cells of all."""
     jobs, version = list(jobs), commit()
     # Settings have dicts and cannot be keys, but their names can.
     cells = {cell.setting.name: cell for cell in folder.of(jobs)}

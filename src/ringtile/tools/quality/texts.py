@@ -80,20 +80,7 @@ class FarCopy:
 
 
 class Texts:
-    """Texts as tokens, and sequences drawn from them.
-
-    Args:
-        encode: The tokenizer: a text to its token ids.
-        files: Text files in UTF-8 to judge by, or folders of them, in place of Python's own texts.
-
-    Raises:
-        ValueError: If a file is no text, or two have the same name.
-
-    >>> texts = Texts(lambda text: list(text[:20_000].encode()))
-    >>> drawn = texts.far_copy(3, 512)
-    >>> drawn.kinds, drawn.ids.shape, len(drawn.first), len(drawn.answers)
-    (('docstrings', 'docstrings with needles'), torch.Size([1, 512]), 101, 5)
-    """
+    """Texts as tokens, and sequences drawn from them. ``files`` are texts, or folders of them, to judge by."""
 
     def __init__(self, encode: Callable[[str], list[int]], files: Sequence[Path] = ()) -> None:
         every = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
@@ -158,10 +145,7 @@ class Texts:
         return needles, questions
 
     def calibration(self, seed: int, n_tokens: int, vocab_size: int) -> FarCopy:
-        """Draw a sequence to calibrate by: random tokens, a text, and the same random tokens.
-
-        A text that has a far repeat by itself is taken as it is. Raises ValueError if a text is too short.
-        """
+        """Draw a sequence to calibrate by: random tokens, a text, and the same random tokens."""
         drawn = random.Random(seed)
         kind = " and ".join(self._files) or "calibration"
         whole = self.tokens(kind)[:n_tokens]

@@ -39,12 +39,7 @@ class _Counted(View):
 
 
 class Watched(nn.Module):
-    """Adaptive attention that keeps the figures of its calls: tile density, exact scores, and recall of heads if asked.
-
-    Args:
-        attend: The attention.
-        rows: Number of rows to audit in each call.
-    """
+    """Adaptive attention that keeps figures of its calls: tile density, exact scores, and recall if asked."""
 
     def __init__(self, attend: AdaptiveAttention, rows: int = 0) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from small_tasks import __main__ as small_tasks
+from small_tasks.claims import CLAIMS, verdicts
 from small_tasks.page import curves, table_of
 from small_tasks.tables import TaskTable, tables
 from small_tasks.trained import FINE_TUNED, FROM_SCRATCH, TASKS
@@ -29,7 +30,6 @@ from ringtile import cli
 from ringtile.tools.page import Code, Heading, Part, Picture, Table, filled, markdown
 from ringtile.tools.quality import leg
 from ringtile.tools.quality.cells import POST_HOC, Cell, Record
-from ringtile.tools.quality.claims import CLAIMS
 from ringtile.tools.record import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,8 +198,8 @@ def _overview(found: list[TaskTable], cells: Iterable[Cell]) -> list[Part]:
         if table.regime == POST_HOC:
             words = [table.verdict("default", density) for density in densities]
             lines.append([table.task, *("dropped" if table.dropped else word for word in words)])
-    for name, verdicts in leg.verdicts(cells).items():
-        lines.append([name, *(verdicts.get(density, "") for density in densities)])
+    for name, words in verdicts(cells).items():
+        lines.append([name, *(words.get(density, "") for density in densities)])
     heads = ["task", *(f"{density:.0%}: {CLAIMS[density][0]}%" for density in densities)]
     table = Table(heads, lines, len(heads))
     return [Heading("The claimed row"), "The verdicts for the default, for models trained dense:", table]

@@ -45,7 +45,6 @@ from ringtile.tools.quality.leg import (
     checked,
     open_leg,
     table,
-    verdicts,
 )
 from ringtile.tools.quality.texts import Texts, far_repeat
 from ringtile.tools.quality.watched import Watched
@@ -287,20 +286,6 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
     assert again == cells
     assert len(list(tmp_path.glob("budgets-*.json"))) == 1
     assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).block == 16
-
-
-def test_claims_are_judged_on_the_calibrated_default() -> None:
-    def cell(scores: str, budget: str, asked: float, text: float, copy: float) -> Cell:
-        sizes = {"model": "mine", "tokens": 4096, "block": 32}
-        at = Setting("decoder", "far copy", "post-hoc", scores, budget, asked, 0, sizes)
-        return Cell(at, Measured({"text": text, "copy": copy}, asked), 1.0)
-
-    cells = [cell("default", "calibrated", asked, 0.985, 0.94) for asked in (0.5, 0.25, 0.05, 0.02)]
-    cells += [cell("window", "density", 0.25, 0.1, 0.1), cell("default", "density", 0.25, 0.1, 0.1)]
-    assert verdicts(cells) == {
-        "mine, perplexity of text": {0.5: "refuted", 0.25: "holds", 0.05: "holds", 0.02: "below the floor"},
-        "mine, benefit of a far copy": {0.5: "refuted", 0.25: "refuted", 0.05: "holds", 0.02: "below the floor"},
-    }
 
 
 def test_a_text_of_yours_judges_and_does_not_calibrate(

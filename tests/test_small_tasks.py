@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from small_tasks import __main__ as program
 from small_tasks import trained
+from small_tasks.claims import CLAIMS, verdict, verdicts
 from small_tasks.models import Reader, judge, restore, save
 from small_tasks.page import parts_of
 from small_tasks.rows import ROWS, Oracle, attention_of
@@ -28,9 +29,9 @@ from ringtile.adaptive import Density, View
 from ringtile.index import build_index
 from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
+from ringtile.tools.quality import page_of
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
-from ringtile.tools.quality.claims import CLAIMS, floor_of, verdict
-from ringtile.tools.quality.page import page_of
+from ringtile.tools.quality.leg import floor_of
 from ringtile.tools.quality.watched import Watched
 
 TINY = {
@@ -312,6 +313,20 @@ def test_the_claimed_row_is_judged_in_words() -> None:
         verdict(0.3, 99.0, 0.0)
 
 
+def test_claims_are_judged_on_the_calibrated_default() -> None:
+    def judged(scores: str, budget: str, asked: float, text: float, copy: float) -> Cell:
+        sizes = {"model": "mine", "tokens": 4096, "block": 32}
+        at = Setting("decoder", "far copy", "post-hoc", scores, budget, asked, 0, sizes)
+        return Cell(at, Measured({"text": text, "copy": copy}, asked), 1.0)
+
+    cells = [judged("default", "calibrated", asked, 0.985, 0.94) for asked in (0.5, 0.25, 0.05, 0.02)]
+    cells += [judged("window", "density", 0.25, 0.1, 0.1), judged("default", "density", 0.25, 0.1, 0.1)]
+    assert verdicts(cells) == {
+        "mine, perplexity of text": {0.5: "refuted", 0.25: "holds", 0.05: "holds", 0.02: "below the floor"},
+        "mine, benefit of a far copy": {0.5: "refuted", 0.25: "refuted", 0.05: "holds", 0.02: "below the floor"},
+    }
+
+
 def test_a_row_that_computes_more_tiles_says_so() -> None:
     wide = [cell("token blend", 0.25, seed, 0.99) for seed in range(3)]
     wide = [replace(each, measured=replace(each.measured, realised=0.83)) for each in wide]
@@ -344,7 +359,7 @@ def test_the_page_is_made_of_the_record_alone() -> None:
     for word in (
         "below the floor",
         "95.1 &plusmn; 0.1",
-        '<td class="bad">refuted',
+        "<td>refuted",
         "<svg",
         "prefers-color-scheme: dark",
         "&lt;command&gt;",

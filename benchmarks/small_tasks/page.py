@@ -6,13 +6,13 @@ import io
 import re
 from typing import Any
 
+from small_tasks.claims import CLAIMS
 from small_tasks.rows import DEFAULT, ORACLE, RANDOM, WINDOW
 from small_tasks.tables import ITS_TILES, TaskTable, lines_of, rows_of
 from small_tasks.trained import TASKS
 
 from ringtile.tools.page import Heading, Part, Picture, Table
 from ringtile.tools.plot import GREY, LIGHT_BLUE, ORANGE, RED, missing_matplotlib
-from ringtile.tools.quality.claims import CLAIMS
 
 _INK = "#010203"
 """Stands for the page's own text color, which light and dark themes choose. Matplotlib knows no currentColor."""

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from small_tasks.claims import CLAIMS, verdict
 from small_tasks.trained import FROM_SCRATCH, REGIMES
 
 from ringtile.tools.quality.cells import DENSE, Cell
-from ringtile.tools.quality.claims import CLAIMS, verdict
 
 ITS_TILES = "its tiles"
 """The name of the row of the tiles that a row computes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from small_tasks import tasks
+from small_tasks.claims import CLAIMS
 from small_tasks.models import Reader, judge, restore, save, train
 from small_tasks.rows import DEFAULT, ORACLE, QUICK_ROWS, RANDOM, ROWS, WINDOW, attention_of
 from small_tasks.tasks import Stage, Task
@@ -18,7 +19,7 @@ from torch import Tensor
 from ringtile import sparse_attention
 from ringtile.adaptive import AdaptiveAttention
 from ringtile.tools.quality.cells import DENSE, POST_HOC, Job, Measured, Setting
-from ringtile.tools.quality.claims import CLAIMS, floor_of
+from ringtile.tools.quality.leg import floor_of
 from ringtile.tools.quality.watched import Watched
 
 LEG = "trained"

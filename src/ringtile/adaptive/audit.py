@@ -74,9 +74,8 @@ class QualityReport:
     def below(self, recall: float, confidence: float = 0.95) -> Share:
         """Return the share of each head's rows whose recall is lower, with its confidence interval for all its rows.
 
-        The interval is exact (Clopper and Pearson, 1934): rows are drawn uniformly, without replacement.
-
-        Raises ValueError if a number is out of range.
+        The interval is exact (Clopper and Pearson, 1934): rows are drawn uniformly, without replacement. Raises
+        ValueError if a number is out of range.
         """
         for name, value in (("recall", recall), ("confidence", confidence)):
             if not 0 < value < 1:
@@ -108,27 +107,23 @@ def audit(
     It computes ``rows`` rows of scores per head, in chunks, so the cost is that of as many queries of dense attention.
 
     Args:
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
-        value: ``[B, Hkv, Nk, Dv]``.
+        query, key, value: ``[B, H, Nq, D]``, ``[B, Hkv, Nk, D]`` and ``[B, Hkv, Nk, Dv]``. Hkv must divide H.
         index: The kept pairs.
-        reference: The pairs of the exact attention, an index or a pattern. Default: the causal and document rules of
-            the index, as for its density.
+        reference: The pairs of exact attention, an index or a pattern. Default: the causal and document rules of
+            the index.
         rows: Number of queries to draw, the same for all heads and batch elements.
         seed: Seed of the draw.
         key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
         scale: Factor for the scores. Default: ``D ** -0.5``.
 
-    Raises:
-        ValueError: If shapes, dtypes or devices do not match, or ``rows`` is not positive.
+    Raises ValueError if shapes, dtypes or devices do not match, or ``rows`` is not positive.
 
-    Example:
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal, Window
-        >>> q, k, v = torch.randn(3, 1, 2, 1000, 32, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> report = audit(q, k, v, build_index(Causal() & Window(500), 1000, num_heads=2))
-        >>> report.recall.shape, 0.8 < report.mean < 1
-        (torch.Size([1, 2, 64]), True)
+    >>> from ringtile.index import build_index
+    >>> from ringtile.patterns import Causal, Window
+    >>> q, k, v = torch.randn(3, 1, 2, 1000, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    >>> report = audit(q, k, v, build_index(Causal() & Window(500), 1000, num_heads=2))
+    >>> report.recall.shape, 0.8 < report.mean < 1
+    (torch.Size([1, 2, 64]), True)
     """
     query, key, value = checked_tensors(query, key, value, enable_gqa=True)
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
@@ -145,9 +140,7 @@ def audit(
     # Rows that do not see such a value keep their figures, and those that do get NaN below.
     finite = value.isfinite().all(3)
     # A weight of 0 times infinity would be NaN.
-    safe, norms = (
-        x.repeat_interleave(heads // key.shape[1], 1) for x in (value.masked_fill(~finite[..., None], 0), value)
-    )
+    safe, norms = (x.repeat_interleave(heads // key.shape[1], 1) for x in (value.where(finite[..., None], 0), value))
     safe, norms = safe.to(wide), norms.to(wide).norm(dim=3)
     keys = key.to(wide).repeat_interleave(heads // key.shape[1], 1)
     found: list[tuple[Tensor, ...]] = []

@@ -21,21 +21,17 @@ from ringtile.patterns import Pattern, TileGrid
 class AdaptiveCache(LayerCache):
     """Keys and values of one layer with adaptive attention. It holds all tokens, and a step reads the chosen tiles.
 
-    Each call returns the last rows of a call over all tokens so far. If the scores have rows of tiles, the first token
-    of a tile chooses, and reads what the scores need: `Probe` reads all keys, once per ``block`` tokens. The next
-    ``block - 1`` tokens read the keys and values of its choice. If each token chooses, it reads the summaries of the
-    past tiles first, which grow by one for each tile.
-
-    ``min_length`` counts the tokens so far: calls below it are dense. The choice is that of the same scores in one
-    call, except for scores that differ by rounding only.
+    Each call returns the last rows of a call over all tokens so far, with the same choice up to rounding. If the scores
+    have rows of tiles, the first token of a tile chooses for all of them: `Probe` then reads all keys once per
+    ``block`` tokens. If each token chooses, it reads the summaries of the past tiles first. ``min_length`` counts the
+    tokens so far.
 
     Args:
         choice: Scores and budget that decide by row, without later tokens.
         pattern: The pairs to choose from. It must not keep later keys.
 
-    Raises:
-        ValueError: If the scores are not causal-safe, the budget is a `Controller` that looks at calls, ``last_dense``
-            is set (each token is the last one once), or the pattern is bound to a length or keeps later keys.
+    Raises ValueError if the scores are not causal-safe, the budget is a `Controller` that looks at calls,
+    ``last_dense`` is set (each token is the last one once), or the pattern is bound to a length or keeps later keys.
 
     >>> from ringtile.adaptive import AdaptiveAttention, Density, Probe
     >>> from ringtile.patterns import Causal

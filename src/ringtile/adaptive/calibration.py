@@ -68,20 +68,17 @@ def head_facts(
         rows: int64 ``[n]``, the audited queries, counted from 0.
         weights: ``[n]``, their weights. Default: equal ones.
         output: ``[E, H * Dv]``, the layer's output projection. Default: none, and errors are of each head's output.
-        first: See `Choice`.
-        local: See `Choice`.
+        first, local: See `Choice`.
 
-    Raises:
-        ValueError: If a row is out of range, or scores are per token.
+    Raises ValueError if a row is out of range, or scores are per token.
 
-    Example:
-        >>> from ringtile.adaptive import Probe, View
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> facts = head_facts(View(q, k, build_index(Causal(), 512, block=16)), v, Probe(), torch.arange(0, 512, 8))
-        >>> facts.missed.shape, facts.scores.shape
-        (torch.Size([2]), torch.Size([2, 435]))
+    >>> from ringtile.adaptive import Probe, View
+    >>> from ringtile.index import build_index
+    >>> from ringtile.patterns import Causal
+    >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    >>> facts = head_facts(View(q, k, build_index(Causal(), 512, block=16)), v, Probe(), torch.arange(0, 512, 8))
+    >>> facts.missed.shape, facts.scores.shape
+    (torch.Size([2]), torch.Size([2, 435]))
     """
     query, key, base, key_mask = view.query, view.key, view.base, view.key_mask
     if not rows.numel() or int(rows.min()) < 0 or int(rows.max()) >= base.n_queries:
@@ -163,27 +160,23 @@ class Calibration:
     A tile is kept if its score, times the weight of its head, is at least one number for the whole model. So heads and
     rows get as many tiles as they need, and nothing is counted in a call.
 
-    At tile densities up to 0.1, candidates are chosen like that, and the scores of `Refined` choose among them. These
-    have weights and thresholds of their own.
+    At tile densities up to 0.1, the scores of `Refined` choose among such candidates, with a threshold of their own.
 
     Args:
         model: Facts that identify the model: its name, sizes and a hash of its weights.
         scores: Which tiles are best.
         block: Tile side in tokens.
-        first: See `Choice`.
-        local: See `Choice`.
+        first, local: See `Choice`.
         weights: One tuple per layer, with one weight per head.
         thresholds: The number for each density of `GRID`, descending.
         text: Facts of the calibration text: tokens, repeat, audited rows, seed, hash.
-        fine_weights: The weights by refined scores. Default: none, and no density has these.
-        fine_thresholds: The thresholds of refined scores, for each density of `GRID`.
+        fine_weights, fine_thresholds: The same by refined scores. Default: none, and no density has these.
 
-    Example:
-        >>> from ringtile.adaptive import Probe
-        >>> numbers = tuple(1 - density for density in GRID)
-        >>> found = Calibration({"name": "tiny"}, Probe(), 16, 1, 1, ((2.0, 0.5),), numbers)
-        >>> found.threshold(0.2), found.attention(0.2)[0].choice.budget
-        (0.8, Threshold(least=(0.4, 1.6)))
+    >>> from ringtile.adaptive import Probe
+    >>> numbers = tuple(1 - density for density in GRID)
+    >>> found = Calibration({"name": "tiny"}, Probe(), 16, 1, 1, ((2.0, 0.5),), numbers)
+    >>> found.threshold(0.2), found.attention(0.2)[0].choice.budget
+    (0.8, Threshold(least=(0.4, 1.6)))
     """
 
     model: Mapping[str, Any]

@@ -46,8 +46,7 @@ class Choice:
         min_length: Number of keys below which all rows keep all pairs.
         allow_future: Allow a causal choice that looks at later tokens while gradients are recorded.
 
-    Raises:
-        ValueError: If an argument is out of range.
+    Raises ValueError if an argument is out of range.
     """
 
     scores: Scores = DEFAULT_SCORES
@@ -140,30 +139,24 @@ def select(
 ) -> BlockIndex:
     """Choose tiles for each head and each row of tiles, and return their index.
 
-    Nothing is learned, no gradient flows through the choice, and attention over the index is exact. Each row chooses by
-    itself.
+    Nothing is learned, no gradient flows through the choice, and attention over the index is exact.
 
     Args:
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
-        scores: See `Choice`. Default: ``Sum(Probe(4), Blend(), weights=(3, 1))``.
-        budget: See `Choice`.
+        query, key: ``[B, H, Nq, D]`` and ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        scores, budget: See `Choice`. Default: ``Sum(Probe(4), Blend(), weights=(3, 1))`` and ``Density(0.25)``.
         base: The pairs to choose from, a pattern or an index. Default: all pairs.
-        is_causal: Choose only from keys at or before the query's position, as in `sparse_attention`. Not available with
-            an index.
+        is_causal: Choose only from keys at or before the query's position. Not available with an index.
         key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
         scale: Factor for the scores. Default: ``D ** -0.5``.
         **options: ``block``, ``first``, ``local``, ``last_dense``, ``min_length`` and ``allow_future``, see `Choice`.
 
-    Raises:
-        ValueError: If an argument is out of range or does not match, or if gradients are recorded, ``base`` is causal,
-            and the scores of a query depend on later tokens: a model would learn from what it cannot see later.
+    Raises ValueError if an argument is out of range or does not match, or if gradients are recorded, ``base`` is
+    causal, and the scores of a query depend on later tokens: a model would learn from what it cannot see later.
 
-    Example:
-        >>> q, k = torch.randn(2, 1, 4, 2048, 64, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> index = select(q, k, budget=Density(0.25), is_causal=True)
-        >>> round(index.tile_density, 2)
-        0.26
+    >>> q, k = torch.randn(2, 1, 4, 2048, 64, generator=torch.Generator().manual_seed(0)).unbind()
+    >>> index = select(q, k, budget=Density(0.25), is_causal=True)
+    >>> round(index.tile_density, 2)
+    0.26
     """
     choice = Choice(scores, budget, **options)
     query, key, _ = checked_tensors(query, key, key, enable_gqa=True)

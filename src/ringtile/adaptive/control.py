@@ -39,9 +39,8 @@ class Controller:
 
     Conformal risk control (Angelopoulos et al., arXiv:2208.02814): if n audited rows of a call drop a mean mass m, the
     expected mass that another row of the call drops is at most ``(n m + 1) / (n + 1)``, whatever the data and the
-    scores. The smallest density that holds this below ``1 - quality`` is chosen, for each batch element and head. The
-    expectation is over the draw of the rows: one draw can miss the target. Mass is not loss: no number here bounds the
-    loss of a model.
+    scores. The smallest density that holds this below ``1 - quality`` is chosen, for each batch element and head. One
+    draw of the rows can miss the target, and no number here bounds the loss of a model.
 
     Args:
         quality: Mean part of the attention to keep, between 0 and 1.

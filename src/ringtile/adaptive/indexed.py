@@ -28,8 +28,7 @@ class IndexedAttention(nn.Module):
     train by them alone: only the indexers get a gradient of it. First set ``warm_up`` to True: attention is dense, and
     the indexer learns from all keys. Then set it to False: attention is sparse, and it learns from the chosen ones.
 
-    A query chooses by itself and by keys that it may see, so training leaks nothing, and generation makes the same
-    choice. A cache holds the layer's keys, and each step scores them again.
+    A query chooses by itself and by keys that it may see: training leaks nothing, and generation makes the same choice.
 
     Args:
         num_heads: Number of query heads, H.
@@ -42,15 +41,13 @@ class IndexedAttention(nn.Module):
         rows: Number of drawn queries of a call in training, whose exact attention the loss costs.
         device: Device of the parameters, which are float32.
 
-    Raises:
-        ValueError: If an argument is out of range, or if a call's heads, head dim or pattern do not match.
+    Raises ValueError if an argument is out of range, or if a call's heads, head dim or pattern do not match.
 
-    Example:
-        >>> from ringtile import SparseTransformer
-        >>> attend = [IndexedAttention(4, 16, keys=32, dim=8, first=2, local=8) for _ in range(2)]
-        >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend)
-        >>> out = model(torch.randn(1, 200, 64))
-        >>> (out.square().mean() + sum(each.loss for each in attend)).backward()
+    >>> from ringtile import SparseTransformer
+    >>> attend = [IndexedAttention(4, 16, keys=32, dim=8, first=2, local=8) for _ in range(2)]
+    >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend)
+    >>> out = model(torch.randn(1, 200, 64))
+    >>> (out.square().mean() + sum(each.loss for each in attend)).backward()
     """
 
     steps = True

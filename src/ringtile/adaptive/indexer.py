@@ -55,16 +55,13 @@ def index_topk(
         key_mask: bool ``[B, Nk]``, True for keys to choose from.
         key_lengths: ``[B]`` integers, the number of valid keys of each batch element.
 
-    Equal scores have the order of `torch.topk` on the row, if it has at most 2**20 keys or blocks.
+    Equal scores have the order of `torch.topk` on the row, if it has at most 2**20 keys or blocks. Raises ValueError if
+    an argument does not match the others.
 
-    Raises:
-        ValueError: If an argument does not match the others.
-
-    Example:
-        >>> from ringtile.patterns import Causal
-        >>> query, key = torch.tensor([[[[1.0], [-1.0]]]]), torch.tensor([[[[3.0], [5.0], [4.0]]]])
-        >>> index_topk(query, key, 2, pattern=Causal()).tolist()
-        [[[[1, 0], [0, 2]]]]
+    >>> from ringtile.patterns import Causal
+    >>> query, key = torch.tensor([[[[1.0], [-1.0]]]]), torch.tensor([[[[3.0], [5.0], [4.0]]]])
+    >>> index_topk(query, key, 2, pattern=Causal()).tolist()
+    [[[[1, 0], [0, 2]]]]
     """
     check_positive(n=n, block=block)
     query, key, rule, first = checked(query, key, weights, groups, pattern, start, key_mask, key_lengths)

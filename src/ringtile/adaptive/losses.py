@@ -39,8 +39,7 @@ def index_loss(
     p is the attention of the layer, the mean over the heads that choose together, and a constant. The index scores are
     those of `index_topk`. Both are over all allowed keys, as in the dense warm-up of DeepSeek-V3.2 (arXiv:2512.02556),
     or over the chosen ones, as in its sparse training. Gradients reach ``index_query``, ``index_key`` and ``weights``
-    alone. A query without keys counts 0. Scores exist in chunks: at most 64 MiB are allocated beyond the inputs and
-    their gradients, at any length. The sums are in float32, or in float64 for such inputs.
+    alone. A query without keys counts 0. At most 64 MiB are allocated beyond the inputs and their gradients.
 
     Args:
         index_query: ``[B, Hi, Nq, d]``, as the ``query`` of `index_topk`.
@@ -52,16 +51,14 @@ def index_loss(
         rows: int64 ``[n]``, the queries that count, such as drawn ones: a call costs as much as their attention.
         scale: Factor of the layer's products. Default: ``D ** -0.5``.
 
-    Raises:
-        ValueError: If an argument does not match the others.
+    Raises ValueError if an argument does not match the others.
 
-    Example:
-        >>> from ringtile.patterns import Causal
-        >>> q, k = torch.randn(2, 1, 4, 100, 64).unbind()
-        >>> small_q, small_k = torch.randn(1, 2, 100, 16, requires_grad=True), torch.randn(1, 1, 100, 16)
-        >>> index_loss(small_q, small_k, q, k, relu=True, pattern=Causal()).backward()
-        >>> small_q.grad.shape
-        torch.Size([1, 2, 100, 16])
+    >>> from ringtile.patterns import Causal
+    >>> q, k = torch.randn(2, 1, 4, 100, 64).unbind()
+    >>> small_q, small_k = torch.randn(1, 2, 100, 16, requires_grad=True), torch.randn(1, 1, 100, 16)
+    >>> index_loss(small_q, small_k, q, k, relu=True, pattern=Causal()).backward()
+    >>> small_q.grad.shape
+    torch.Size([1, 2, 100, 16])
     """
     index_query, index_key, rule, first = checked(index_query, index_key, weights, groups, pattern, start, key_mask)
     query, key, _ = checked_tensors(query, key, key, enable_gqa=True)

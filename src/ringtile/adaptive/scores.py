@@ -271,15 +271,14 @@ class Sum(Scores):
 class Refined(Scores):
     """Exact attention of all rows over the best tiles by other scores, as the root mean square of the rows of a tile.
 
-    The root mean square finds a key that one row wants, which a mean over the rows hides. It costs the products of the
-    queries with the keys of the candidates. All other tiles come after these, in the order of the first scores.
+    It finds a key that one row wants, which a mean over the rows hides, and costs the products with the candidates. All
+    other tiles come after these, in the order of the first scores.
 
     Args:
         first: Scores that find the candidates.
         candidates: How many tiles of a row are candidates.
 
-    Raises:
-        ValueError: If the first scores are per token.
+    Raises ValueError if the first scores are per token.
     """
 
     first: Scores

@@ -26,17 +26,15 @@ class AdaptiveAttention(nn.Module):
         budget: See `Choice`. A `Controller` holds a quality: ``budget=Controller(0.95)``.
         **options: ``block``, ``first``, ``local``, ``last_dense``, ``min_length`` and ``allow_future``, see `Choice`.
 
-    Raises:
-        ValueError: If an argument is out of range, or as `select`, when called.
+    Raises ValueError if an argument is out of range, or as `select`, when called.
 
-    Example:
-        >>> import torch
-        >>> from ringtile import SparseTransformer
-        >>> attend = AdaptiveAttention(budget=Density(0.1), block=32)
-        >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend).eval()
-        >>> with torch.no_grad():
-        ...     model(torch.randn(1, 1000, 64)).shape
-        torch.Size([1, 1000, 64])
+    >>> import torch
+    >>> from ringtile import SparseTransformer
+    >>> attend = AdaptiveAttention(budget=Density(0.1), block=32)
+    >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend).eval()
+    >>> with torch.no_grad():
+    ...     model(torch.randn(1, 1000, 64)).shape
+    torch.Size([1, 1000, 64])
     """
 
     def __init__(

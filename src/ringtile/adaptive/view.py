@@ -35,19 +35,17 @@ class View:
     """The queries and keys of a call, and the index of the pairs that its tiles are chosen from.
 
     Args:
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        query, key: ``[B, H, Nq, D]`` and ``[B, Hkv, Nk, D]``. Hkv must divide H.
         base: Index of the pairs to choose from, with R row tiles and C column tiles.
         key_mask: ``[B, Nk]`` bool, True for keys that count.
         scale: Factor for the products. Default: ``D ** -0.5``.
         known: The `summaries` of these keys, if they were computed before.
 
-    Example:
-        >>> from ringtile.adaptive import Blend
-        >>> from ringtile.patterns import Causal
-        >>> q, k = torch.randn(2, 1, 4, 256, 16)
-        >>> Blend()(View(q, k, build_index(Causal(), 256, block=32))).shape
-        torch.Size([1, 4, 8, 8])
+    >>> from ringtile.adaptive import Blend
+    >>> from ringtile.patterns import Causal
+    >>> q, k = torch.randn(2, 1, 4, 256, 16)
+    >>> Blend()(View(q, k, build_index(Causal(), 256, block=32))).shape
+    torch.Size([1, 4, 8, 8])
     """
 
     query: Tensor

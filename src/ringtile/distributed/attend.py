@@ -106,8 +106,7 @@ class RingCache(LayerCache):
         group: Process group with as many ranks as the layout, or a mesh with one dimension. Default: all ranks.
         options: More arguments of `ring_attention`, for the prompt.
 
-    Raises:
-        ValueError: If the pattern keeps keys after the query, or differs between batch rows.
+    Raises ValueError if the pattern keeps keys after the query, or differs between batch rows.
 
     >>> import torch.distributed as dist
     >>> from ringtile.patterns import streaming
@@ -121,12 +120,7 @@ class RingCache(LayerCache):
     """
 
     def __init__(
-        self,
-        pattern: Pattern,
-        *,
-        layout: Layout,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        **options: Any,
+        self, pattern: Pattern, *, layout: Layout, group: dist.ProcessGroup | DeviceMesh | None = None, **options: Any
     ) -> None:
         super().__init__(pattern)
         self.layout, self.group, self._options = layout, group, options

@@ -25,14 +25,7 @@ from ringtile.distributed.stages import from_bytes, to_bytes
 from ringtile.distributed.transports import MODES, chosen, group_of, mode_of, plan_of
 from ringtile.distributed.ulysses import HeadExchange, HeadPlan
 from ringtile.functional import sparse_attention
-from ringtile.functional.attention import (
-    Keywords,
-    check_options,
-    checked_tensors,
-    make_call,
-    rule_of,
-    with_sinks,
-)
+from ringtile.functional.attention import Keywords, check_options, checked_tensors, make_call, rule_of, with_sinks
 from ringtile.functional.chosen import check_lists
 from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.index.build import check_counts
@@ -79,8 +72,7 @@ def ring_attention(
 
     Args:
         query: ``[B, H, n, D]``, the rank's n tokens in ascending order of position.
-        key: ``[B, Hkv, n, D]``.
-        value: ``[B, Hkv, n, Dv]``.
+        key, value: ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``.
         pattern: Which pairs to keep, by position. Default: all. A `Chosen` has the lists of the rank's queries, which
             name keys by their positions.
         layout: Which tokens each rank holds.
@@ -103,8 +95,7 @@ def ring_attention(
         options: As in `sparse_attention`. ``key_mask`` is ``[B, n]``, of the rank's own keys. ``key_lengths`` count
             the tokens of all ranks.
 
-    Returns:
-        The output ``[B, H, n, Dv]``. With ``return_lse``, also the lse.
+    Returns the output ``[B, H, n, Dv]``. With ``return_lse``, also the lse.
 
     Raises:
         ValueError: If an argument is invalid, the ranks that exchange heads do not divide them, or a key or value is

@@ -55,8 +55,7 @@ def ring_dilated_attention(
 
     Args:
         query: ``[B, H, n, D]``, the rank's n tokens in ascending order of position.
-        key: ``[B, Hkv, n, D]``.
-        value: ``[B, Hkv, n, Dv]``.
+        key, value: ``[B, Hkv, n, D]`` and ``[B, Hkv, n, Dv]``.
         segment_lengths: Segment length w of each branch, in tokens, as in `dilated_attention`.
         dilation_rates: Dilation rate r of each branch.
         layout: Which tokens each rank holds. Contiguous ranks whose shards are multiples of the segments send least.
@@ -71,23 +70,21 @@ def ring_dilated_attention(
             ``enable_gqa`` and ``backend``, as in `dilated_attention`. All ranks together drop the weights that one
             process drops. Each rank draws its default seed.
 
-    Returns:
-        The output ``[B, H, n, Dv]``. With ``return_lse``, also the lse. Both differentiate twice, and compile.
+    Returns the output ``[B, H, n, Dv]``. With ``return_lse``, also the lse. Both differentiate twice, and compile.
 
     Raises:
         ValueError: If an argument is invalid, or a key or value is not finite and ``check_finite`` is set.
         PlanMismatch: At every rank, if ranks call with different branches, layouts, shapes or dtypes.
         RankLost: If a rank fails, dies or does not come. The message names it.
 
-    Example:
-        Pass it to a module of a rank as ``attend=``:
+    Pass it to a module of a rank as ``attend=``:
 
-        >>> from functools import partial
-        >>> from ringtile.modules import SparseTransformer
-        >>> layout = Layout.contiguous(1 << 20, 64)
-        >>> branches = {"segment_lengths": [2048, 16384, 32768], "dilation_rates": [1, 6, 12]}
-        >>> attend = partial(ring_dilated_attention, layout=layout, **branches)
-        >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend)
+    >>> from functools import partial
+    >>> from ringtile.modules import SparseTransformer
+    >>> layout = Layout.contiguous(1 << 20, 64)
+    >>> branches = {"segment_lengths": [2048, 16384, 32768], "dilation_rates": [1, 6, 12]}
+    >>> attend = partial(ring_dilated_attention, layout=layout, **branches)
+    >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend)
     """
     check_names(options, _NAMES)
     ranks = group_of(group)

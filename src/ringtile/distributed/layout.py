@@ -26,9 +26,8 @@ Run = tuple[int, int]
 class Layout:
     """The tokens of each rank, as ascending runs of positions. Together the ranks hold every token once.
 
-    Ranks can hold different numbers of tokens, or none. Tokens of a rank lie in ascending order.
-
-    Raises ValueError if the runs overlap, leave out a token or do not ascend.
+    Ranks can hold different numbers of tokens, or none. Tokens of a rank lie in ascending order. Raises ValueError if
+    the runs overlap, leave out a token or do not ascend.
 
     >>> Layout.zigzag(1000, 2, unit=100)
     Layout(n_tokens=1000, runs=(((0, 200), (700, 1000)), ((200, 700),)))

@@ -187,9 +187,8 @@ def make_plan(
             than there are.
         max_bytes: Memory limit of each index, checked before it allocates.
 
-    Raises:
-        ValueError: If an argument is out of range, the pattern does not support these tokens, heads or batch elements,
-            or the plan would exceed ``max_bytes``.
+    Raises ValueError if an argument is out of range, the pattern does not support these tokens, heads or batch
+    elements, or the plan would exceed ``max_bytes``.
 
     >>> from ringtile.patterns import Causal, Window
     >>> plan = make_plan(Causal() & Window(300, 0), Layout.contiguous(2048, 4), 1)

@@ -148,8 +148,7 @@ def prepare(
         transport: The call's.
         ranks_per_node: Ranks per node, for a hierarchy.
 
-    Raises:
-        ValueError: If an argument is invalid, as in `make_plan`.
+    Raises ValueError if an argument is invalid, as in `make_plan`.
 
     >>> from ringtile.patterns import Causal, Documents
     >>> prepare(Causal() & Documents([300, 200, 524]), Layout.contiguous(1024, 2), 0, num_heads=4)

@@ -67,8 +67,7 @@ class LayerCache:
             ``attend(query, key, value, *, key_mask, enable_gqa)``. Default: `sparse_attention` with the pattern. With
             ``more`` patterns and no function, long chunks are cut.
 
-    Raises:
-        ValueError: If a pattern keeps keys after the query, or differs between batch rows.
+    Raises ValueError if a pattern keeps keys after the query, or differs between batch rows.
 
     >>> from ringtile.patterns import streaming
     >>> cache = LayerCache(streaming(sinks=2, window=8))
@@ -138,12 +137,8 @@ class LayerCache:
             value: ``[B, Hkv, N, Dv]``.
             key_mask: ``[B, N]`` bool, True for keys to attend to, now and later.
 
-        Returns:
-            ``[B, H, N, Dv]``.
-
-        Raises:
-            ValueError: If shapes, dtypes or devices do not match, if the pattern does not support them, or if autograd
-                records gradients: the cache overwrites keys in place.
+        Returns ``[B, H, N, Dv]``. Raises ValueError if shapes, dtypes or devices do not match, if the pattern does not
+        support them, or if autograd records gradients: the cache overwrites keys in place.
         """
         self._check(query, key, value, key_mask)
         n_new = key.shape[2]

@@ -295,17 +295,13 @@ def dilated_attention(
         seed: Dropout seed, as an int or a tensor with one int64 element. Default: drawn from PyTorch's generator.
         backend: Backend of every dense problem, as in `sparse_attention`.
 
-    Returns:
-        The output ``[B, H, Nq, Dv]``. With ``return_lse``, also the lse ``[B, H, Nq]`` in float32 (float64 for float64
-        inputs). Both are differentiable.
+    Returns the output ``[B, H, Nq, Dv]``. With ``return_lse``, also the lse ``[B, H, Nq]`` in float32 (float64 for
+    float64 inputs). Both are differentiable. Raises ValueError if shapes, dtypes, devices or values are invalid, or if
+    the named backend does not support the call.
 
-    Raises:
-        ValueError: If shapes, dtypes, devices or values are invalid, or if the named backend does not support the call.
-
-    Example:
-        >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind()
-        >>> dilated_attention(q, k, v, [128, 256, 512], [1, 2, 4], is_causal=True).shape
-        torch.Size([1, 4, 1000, 64])
+    >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind()
+    >>> dilated_attention(q, k, v, [128, 256, 512], [1, 2, 4], is_causal=True).shape
+    torch.Size([1, 4, 1000, 64])
     """
     check_whole()
     query, key, value = checked_tensors(query, key, value, enable_gqa)

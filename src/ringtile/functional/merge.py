@@ -22,21 +22,17 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         outs: Tensors ``[B, H, N, Dv]`` of one dtype. Under autocast, dtypes can differ, and the widest is used.
         lses: Their natural-log lse ``[B, H, N]``.
 
-    Returns:
-        The merged output, in the dtype of ``outs``, and the merged lse.
+    Returns the merged output, in the dtype of ``outs``, and the merged lse. Raises ValueError if the lists are empty or
+    of unequal length, or if shapes, dtypes, devices or layouts do not match.
 
-    Raises:
-        ValueError: If the lists are empty or of unequal length, or if shapes, dtypes, devices or layouts do not match.
-
-    Example:
-        >>> from ringtile import sparse_attention
-        >>> from ringtile.patterns import Window
-        >>> q, k, v = torch.randn(3, 1, 2, 300, 32, dtype=torch.float64).unbind()
-        >>> near = sparse_attention(q, k, v, Window(20), return_lse=True)
-        >>> far = sparse_attention(q, k, v, ~Window(20), return_lse=True)
-        >>> out, _ = merge_attention(*zip(near, far))
-        >>> torch.allclose(out, sparse_attention(q, k, v))
-        True
+    >>> from ringtile import sparse_attention
+    >>> from ringtile.patterns import Window
+    >>> q, k, v = torch.randn(3, 1, 2, 300, 32, dtype=torch.float64).unbind()
+    >>> near = sparse_attention(q, k, v, Window(20), return_lse=True)
+    >>> far = sparse_attention(q, k, v, ~Window(20), return_lse=True)
+    >>> out, _ = merge_attention(*zip(near, far))
+    >>> torch.allclose(out, sparse_attention(q, k, v))
+    True
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs, lses: expected equally many, at least one, got {len(outs)=}, {len(lses)=}")
@@ -61,8 +57,6 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     total = weights.sum(0)
     empty = total == 0
     share = weights / torch.where(empty, 1, total)
-    merged = sum(
-        (w.unsqueeze(-1) * out for w, out in zip(share.unbind(), outs, strict=True)), torch.zeros_like(outs[0])
-    )
+    merged = sum((w[..., None] * out for w, out in zip(share.unbind(), outs, strict=True)), torch.zeros_like(outs[0]))
     lse = torch.where(empty, -math.inf, torch.where(empty, 1, total).log() + highest)
     return merged.to(outs[0].dtype), lse

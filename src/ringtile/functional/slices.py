@@ -30,18 +30,14 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
         slices: Number of slices, cut along the batch first, then along the key heads. Default: one, and twice as many
             each time memory runs out.
 
-    Returns:
-        A function with the arguments of `sparse_attention`. Dropout drops the weights that one call would drop.
+    Returns a function with the arguments of `sparse_attention`. Dropout drops the weights that one call would drop.
+    Raises ValueError if ``slices`` is not positive.
 
-    Raises:
-        ValueError: If ``slices`` is not positive.
-
-    Example:
-        >>> from ringtile.patterns import Causal, Window
-        >>> q, k, v = torch.randn(3, 2, 4, 300, 64).unbind()
-        >>> out = in_slices(8)(q, k, v, Causal() & Window(64))
-        >>> torch.equal(out, sparse_attention(q, k, v, Causal() & Window(64)))
-        True
+    >>> from ringtile.patterns import Causal, Window
+    >>> q, k, v = torch.randn(3, 2, 4, 300, 64).unbind()
+    >>> out = in_slices(8)(q, k, v, Causal() & Window(64))
+    >>> torch.equal(out, sparse_attention(q, k, v, Causal() & Window(64)))
+    True
     """
     if slices is not None and (type(slices) is not int or slices < 1):
         raise ValueError(f"slices: expected a positive integer or None, got {slices!r}")

@@ -38,12 +38,7 @@ _log = logging.getLogger("ringtile.index")
 @contextmanager
 def real_tensors() -> Iterator[None]:
     """Run outside inference, gradient, fake, tracing and functorch modes: an index outlives the call that built it."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        temporarily_clear_interpreter_stack(),
-        _disable_current_modes(),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
 
 
@@ -291,9 +286,8 @@ def build_index(
         device: Device of the index. Default: the CPU.
         max_bytes: Memory limit of the build, checked before it allocates.
 
-    Raises:
-        ValueError: If an argument is out of range, the pattern does not support these lengths, heads or batch elements,
-            or the build would exceed ``max_bytes``.
+    Raises ValueError if an argument is out of range, the pattern does not support these lengths, heads or batch
+    elements, or the build would exceed ``max_bytes``.
 
     >>> from ringtile.patterns import Causal, Window
     >>> index = build_index(Causal() & Window(4096, 0), 1_048_576)

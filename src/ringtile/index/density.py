@@ -49,9 +49,8 @@ def with_density(
 
     Density is the fraction of the allowed pairs that the pattern keeps. With ``tiles``, it is the fraction of the
     allowed tiles, which run time follows. If no size comes within 2% of the target, this returns the nearest. Under
-    `Causal`, one tile per row is ``2 / (rows + 1)`` of the tiles, and no window has fewer.
-
-    Raises ValueError if the target is outside (0, 1] or the pattern has no free parameter, and as `build_index`.
+    `Causal`, one tile per row is ``2 / (rows + 1)`` of the tiles, and no window has fewer. Raises ValueError if the
+    target is outside (0, 1] or the pattern has no free parameter, and as `build_index`.
 
     >>> from ringtile.patterns import Causal, Window
     >>> solution = with_density(Causal() & Window(1, 0), 0.1, 8192)

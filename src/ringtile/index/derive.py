@@ -68,12 +68,10 @@ def _cut_to_lengths(index: TileIndex, entries: Entries, chosen: Tensor) -> tuple
 def remapped(index: AnIndex, rows: Tensor, cols: Tensor) -> AnIndex:
     """Return the index of some row tiles over a buffer of some column tiles, both in any order.
 
-    ``rows`` and ``cols`` are distinct tile numbers, int64, counted from 0. The queries and keys of a call lie in
-    this order. Each tile takes ``block`` tokens, but the first and last row and the last column stay as ragged as
-    they are, if they stay first and last. Density is then measured against all pairs.
-
-    Raises ValueError if a number is out of range or occurs twice, or if a row keeps a column that is not in
-    ``cols``.
+    ``rows`` and ``cols`` are distinct tile numbers, int64, counted from 0. The queries and keys of a call lie in this
+    order. Each tile takes ``block`` tokens, but the first and last row and the last column stay as ragged as they are,
+    if they stay first and last. Density is then measured against all pairs. Raises ValueError if a number is out of
+    range or occurs twice, or if a row keeps a column that is not in ``cols``.
 
     >>> from ringtile.index import build_index
     >>> from ringtile.patterns import Causal
@@ -189,9 +187,8 @@ def _coarse_positions(name: str, at: Tensor, first: int, factor: int) -> Tensor:
 def restricted_rows(index: AnIndex, keep: Tensor) -> AnIndex:
     """Return the index of the tiles that each query also keeps, bool ``[B or 1, H or 1, n_queries, n_cols]``.
 
-    A tile that only some of its queries keep has their bits, so its cost is that of the whole tile.
-
-    Raises ValueError if ``keep`` does not match.
+    A tile that only some of its queries keep has their bits, so its cost is that of the whole tile. Raises ValueError
+    if ``keep`` does not match.
 
     >>> from ringtile.index import build_index
     >>> from ringtile.patterns import Causal

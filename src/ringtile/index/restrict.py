@@ -31,13 +31,11 @@ def restricted(index: AnIndex, keep: Tensor, capacity: int | None = None) -> AnI
 
     Batch elements and heads of ``keep`` each have their own group, unless it has only one of both.
 
-    ``capacity`` bounds the number of kept tiles over all groups, for example from a budget. The lists then have
-    room for this many tiles, and their unused ends mean nothing. Attention over the index is the same, bit for bit,
-    but no value goes back from the device to the host, after the first call for a base. Default: lists that fit,
-    for which the call synchronizes with the device once.
-
-    Raises ValueError if ``keep`` does not match, or ``capacity`` is negative. If ``keep`` has more tiles than
-    ``capacity``, the device raises RuntimeError.
+    ``capacity`` bounds the number of kept tiles over all groups, for example from a budget. The lists then have room
+    for this many tiles, and their unused ends mean nothing. Attention over the index is the same, bit for bit, but no
+    value goes back from the device to the host, after the first call for a base. Default: lists that fit, for which the
+    call synchronizes with the device once. Raises ValueError if ``keep`` does not match, or ``capacity`` is negative.
+    If ``keep`` has more tiles than ``capacity``, the device raises RuntimeError.
 
     >>> from ringtile.index import build_index
     >>> from ringtile.patterns import Causal

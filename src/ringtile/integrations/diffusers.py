@@ -32,19 +32,17 @@ class SparseAttnProcessor:
         processor: Processor to run, without weights of its own, such as ``AttnProcessor2_0()``.
         pattern: Which pairs to keep, in the order in which the model joins its tokens.
 
-    Raises:
-        ValueError: If the processor is a module or a pattern is no `Pattern`. In a call: if the processor does not call
-            ``scaled_dot_product_attention`` (as with another attention backend of diffusers), if there are not as many
-            queries as keys, if a floating-point mask has other values, or under context parallelism.
+    Raises ValueError if the processor is a module or a pattern is no `Pattern`. In a call: if the processor does not
+    call ``scaled_dot_product_attention`` (as with another attention backend of diffusers), if there are not as many
+    queries as keys, if a floating-point mask has other values, or under context parallelism.
 
-    Example:
-        >>> from ringtile.patterns import Window
-        >>> class Processor:
-        ...     def __call__(self, attn, hidden_states):
-        ...         x = hidden_states.unflatten(-1, (4, -1)).transpose(1, 2)
-        ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
-        >>> SparseAttnProcessor(Processor(), Window(64))(None, torch.randn(1, 500, 32)).shape
-        torch.Size([1, 500, 32])
+    >>> from ringtile.patterns import Window
+    >>> class Processor:
+    ...     def __call__(self, attn, hidden_states):
+    ...         x = hidden_states.unflatten(-1, (4, -1)).transpose(1, 2)
+    ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
+    >>> SparseAttnProcessor(Processor(), Window(64))(None, torch.randn(1, 500, 32)).shape
+    torch.Size([1, 500, 32])
     """
 
     _parallel_config: object = None
@@ -168,16 +166,12 @@ def use_ringtile(model: nn.Module, pattern: Pattern) -> list[str]:
         model: Model with ``attn_processors`` and ``set_attn_processor``, such as ``UNet2DConditionModel``.
         pattern: Which pairs to keep.
 
-    Returns:
-        The names of the processors that compute over the pattern now.
+    Returns the names of the processors that compute over the pattern now. Raises ValueError if the model has no
+    self-attention processors, or as `SparseAttnProcessor`.
 
-    Raises:
-        ValueError: If the model has no self-attention processors, or as `SparseAttnProcessor`.
-
-    Example:
-        >>> from ringtile.patterns import GlobalTokens, Window
-        >>> use_ringtile(unet, Window(512) | GlobalTokens(64))  # doctest: +SKIP
-        ['down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor', ...]
+    >>> from ringtile.patterns import GlobalTokens, Window
+    >>> use_ringtile(unet, Window(512) | GlobalTokens(64))  # doctest: +SKIP
+    ['down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor', ...]
     """
     processors = dict(getattr(model, "attn_processors", {}))
     switched = {}

@@ -25,9 +25,8 @@ def shards_of(n_tokens: int, mesh: DeviceMesh, balancer: Any = "default") -> Lay
         mesh: Mesh with one dimension, as for ``context_parallel``.
         balancer: PyTorch's load balancer, or None for equal runs. Default: the load balancer of ``context_parallel``.
 
-    Raises:
-        ValueError: If the tokens cannot be dealt out equally, a batch element has shards of its own, or the tokens of a
-            rank do not ascend.
+    Raises ValueError if the tokens cannot be dealt out equally, a batch element has shards of its own, or the tokens of
+    a rank do not ascend.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

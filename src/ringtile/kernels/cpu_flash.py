@@ -52,12 +52,7 @@ def flash_forward(
     """Return the output and natural-log lse. ``mask`` is added to the scores and broadcasts. Causal is upper left."""
     width = max(q.shape[-1], v.shape[-1])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        padded(q, width),
-        padded(k, width),
-        padded(v, width),
-        is_causal=is_causal,
-        attn_mask=mask,
-        scale=scale,
+        padded(q, width), padded(k, width), padded(v, width), is_causal=is_causal, attn_mask=mask, scale=scale
     )
     return out[..., : v.shape[-1]], lse
 

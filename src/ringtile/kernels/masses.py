@@ -177,11 +177,6 @@ def _composed(masses: Masses) -> Tensor:
 def _pool(x: Tensor, lengths: Tensor, pool: str) -> Tensor:
     """Return the sums or maxima of runs of rows, ``[B, H, M, ...]`` to ``[B, H, R, ...]``."""
     reduced = torch.segment_reduce(
-        x.movedim(2, 0).contiguous(),
-        "max" if pool == "max" else "sum",
-        lengths=lengths,
-        axis=0,
-        initial=0,
-        unsafe=True,
+        x.movedim(2, 0).contiguous(), "max" if pool == "max" else "sum", lengths=lengths, axis=0, initial=0, unsafe=True
     )
     return reduced.movedim(0, 2)

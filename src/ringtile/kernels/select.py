@@ -29,11 +29,7 @@ _BACKENDS: dict[str, Backend] = {
     "blockwise": blockwise,
 }
 
-LISTS: dict[str, ListsBackend] = {
-    "native": native_lists,
-    "triton": triton_lists,
-    "blockwise": blockwise_lists,
-}
+LISTS: dict[str, ListsBackend] = {"native": native_lists, "triton": triton_lists, "blockwise": blockwise_lists}
 """What computes attention over lists of keys. The first that supports a call runs."""
 
 install(_BACKENDS, LISTS)

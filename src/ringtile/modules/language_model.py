@@ -20,15 +20,13 @@ class SparseLanguageModel(nn.Module):
         vocab_size: Number of tokens; 256 for bytes.
         transformer: The layers, built with ``is_causal=True``. The model uses their device and dtype.
 
-    Raises:
-        ValueError: If the size is not positive or a layer is not causal.
+    Raises ValueError if the size is not positive or a layer is not causal.
 
-    Example:
-        >>> from ringtile.patterns import streaming
-        >>> model = SparseLanguageModel(256, SparseTransformer(2, 64, 4, is_causal=True, pattern=streaming(4, 64)))
-        >>> prompt = torch.tensor([list(b"sparse attention")])
-        >>> model(prompt).shape, model.eval().generate(prompt, 8).shape
-        (torch.Size([1, 16, 256]), torch.Size([1, 24]))
+    >>> from ringtile.patterns import streaming
+    >>> model = SparseLanguageModel(256, SparseTransformer(2, 64, 4, is_causal=True, pattern=streaming(4, 64)))
+    >>> prompt = torch.tensor([list(b"sparse attention")])
+    >>> model(prompt).shape, model.eval().generate(prompt, 8).shape
+    (torch.Size([1, 16, 256]), torch.Size([1, 24]))
     """
 
     def __init__(self, vocab_size: int, transformer: SparseTransformer) -> None:
@@ -75,11 +73,8 @@ class SparseLanguageModel(nn.Module):
             temperature: Divides the logits before a token is drawn. Default: 0, the most likely token.
             generator: Random generator of the draws. Default: PyTorch's.
 
-        Returns:
-            ``[B, N + n_new]``, the prompt included.
-
-        Raises:
-            ValueError: If there is no prompt, a value is out of range, or the model is in training mode.
+        Returns ``[B, N + n_new]``, the prompt included. Raises ValueError if there is no prompt, a value is out of
+        range, or the model is in training mode.
         """
         if type(n_new) is not int or n_new < 0:
             raise ValueError(f"n_new: expected an integer >= 0, got {n_new!r}")

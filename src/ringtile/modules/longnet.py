@@ -38,9 +38,8 @@ def longnet_attend(
     """Return `dilated_attention` with fixed branches, for ``attend=`` of the modules (arXiv:2307.02486).
 
     ``SparseTransformer(..., attend=longnet_attend(...))`` is LongNet's encoder. With ``is_causal=True`` it is the
-    decoder, which can generate with a cache. A ``pattern`` applies inside each dilated segment.
-
-    Raises ValueError if the sequences differ in length or contain anything but positive integers.
+    decoder, which can generate with a cache. A ``pattern`` applies inside each dilated segment. Raises ValueError if
+    the sequences differ in length or contain anything but positive integers.
 
     >>> import torch
     >>> from ringtile.modules.transformer import SparseTransformer

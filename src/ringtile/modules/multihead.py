@@ -74,16 +74,14 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             tiles. The last two fix the lengths. Default: all pairs.
         attend: Function that computes the attention, see `Attend`. Default: `sparse_attention`.
 
-    Raises:
-        ValueError: If an argument is out of range, or if the pattern is defined for a different number of heads.
+    Raises ValueError if an argument is out of range, or if the pattern is defined for a different number of heads.
 
-    Example:
-        >>> from ringtile.patterns import Causal, Window
-        >>> attention = SparseMultiheadAttention(64, 4, batch_first=True, pattern=Causal() & Window(128))
-        >>> x = torch.randn(2, 1000, 64)
-        >>> out, weights = attention(x, x, x, need_weights=False)
-        >>> out.shape, weights
-        (torch.Size([2, 1000, 64]), None)
+    >>> from ringtile.patterns import Causal, Window
+    >>> attention = SparseMultiheadAttention(64, 4, batch_first=True, pattern=Causal() & Window(128))
+    >>> x = torch.randn(2, 1000, 64)
+    >>> out, weights = attention(x, x, x, need_weights=False)
+    >>> out.shape, weights
+    (torch.Size([2, 1000, 64]), None)
     """
 
     pattern: Pattern | None
@@ -183,9 +181,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             Block-sparse weights are a sparse COO tensor ``[B, (H,) rows, columns, 128, 128]``. Its values are the tiles
             ``[T, 128, 128]``, cut at multiples of 128 in positions.
 
-        Raises:
-            ValueError: If shapes or dtypes are invalid, the weights are too large, ``is_causal`` comes without a mask
-                and Nq != Nk, or a floating-point mask holds values other than 0 and -inf with a sparse pattern.
+        Raises ValueError if shapes or dtypes are invalid, the weights are too large, ``is_causal`` comes without a mask
+        and Nq != Nk, or a floating-point mask holds values other than 0 and -inf with a sparse pattern.
         """
         given = _Given(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if query.is_nested or key.is_nested or value.is_nested:
@@ -427,17 +424,13 @@ def replace_attention(
         pattern: Which pairs to keep, as in `SparseMultiheadAttention`.
         attend: Function that computes the attention, see `Attend`. Default: `sparse_attention`.
 
-    Returns:
-        The model.
+    Returns the model. Raises ValueError if the model has no attention to replace, or the pattern is defined for another
+    number of heads.
 
-    Raises:
-        ValueError: If the model has no attention to replace, or the pattern is defined for another number of heads.
-
-    Example:
-        >>> from ringtile.patterns import Window
-        >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
-        >>> replace_attention(layer, pattern=Window(128)).self_attn.pattern
-        window(128)
+    >>> from ringtile.patterns import Window
+    >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    >>> replace_attention(layer, pattern=Window(128)).self_attn.pattern
+    window(128)
     """
     kinds = (nn.MultiheadAttention, SparseMultiheadAttention)
     found = [module for module in model.modules() if isinstance(module, kinds) and type(module) in kinds]

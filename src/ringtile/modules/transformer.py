@@ -59,14 +59,12 @@ class SparseTransformerLayer(nn.Module):
             smaller than ``num_heads``. `longnet_attend` and `in_slices` make others. Default: `sparse_attention`.
         device, dtype: Of the parameters.
 
-    Raises:
-        ValueError: If an argument is out of range, or if the pattern is defined for a different number of heads.
+    Raises ValueError if an argument is out of range, or if the pattern is defined for a different number of heads.
 
-    Example:
-        >>> from ringtile.patterns import GlobalTokens, Window
-        >>> layer = SparseTransformerLayer(64, 4, is_causal=True, pattern=Window(128) | GlobalTokens(4))
-        >>> layer(torch.randn(2, 300, 64)).shape
-        torch.Size([2, 300, 64])
+    >>> from ringtile.patterns import GlobalTokens, Window
+    >>> layer = SparseTransformerLayer(64, 4, is_causal=True, pattern=Window(128) | GlobalTokens(4))
+    >>> layer(torch.randn(2, 300, 64)).shape
+    torch.Size([2, 300, 64])
     """
 
     def __init__(
@@ -177,12 +175,8 @@ class SparseTransformerLayer(nn.Module):
             angles: Result of `angles`, if several layers share it.
             positions: Position of each token for the rotary embeddings, see `SparseTransformer.forward`.
 
-        Returns:
-            ``[B, N, embed_dim]``.
-
-        Raises:
-            ValueError: If shapes do not match, if the cache is from another layer or used in training, or if positions
-                come with a cache or with angles.
+        Returns ``[B, N, embed_dim]``. Raises ValueError if shapes do not match, if the cache is from another layer or
+        used in training, or if positions come with a cache or with angles.
         """
         if positions is not None and (cache is not None or angles is not None):
             raise ValueError("positions: expected neither a cache, which counts its own tokens, nor angles beside them")
@@ -278,15 +272,13 @@ class SparseTransformer(nn.Module):
         **options: ``num_kv_heads``, ``hidden_dim``, ``dropout``, ``rotary``, ``qk_norm``, ``is_causal``, ``device`` and
             ``dtype``, see `SparseTransformerLayer`.
 
-    Raises:
-        ValueError: As `SparseTransformerLayer`, if a list has another length than the number of layers, or if several
-            layers would share what ``attend`` learns.
+    Raises ValueError as `SparseTransformerLayer`, if a list has another length than the number of layers, or if several
+    layers would share what ``attend`` learns.
 
-    Example:
-        >>> from ringtile.patterns import Strided, Window
-        >>> decoder = SparseTransformer(2, 64, 4, is_causal=True, pattern=[Window(64), Strided(16)])
-        >>> decoder(torch.randn(1, 200, 64)).shape
-        torch.Size([1, 200, 64])
+    >>> from ringtile.patterns import Strided, Window
+    >>> decoder = SparseTransformer(2, 64, 4, is_causal=True, pattern=[Window(64), Strided(16)])
+    >>> decoder(torch.randn(1, 200, 64)).shape
+    torch.Size([1, 200, 64])
     """
 
     def __init__(
@@ -336,12 +328,8 @@ class SparseTransformer(nn.Module):
                 rank, for example. The pattern is up to ``attend``, and `sparse_attention` counts tokens in the order of
                 ``x``. Default: the numbers of the tokens.
 
-        Returns:
-            ``[B, N, embed_dim]``.
-
-        Raises:
-            ValueError: If shapes do not match, if the cache is from another model, used in training or with gradients,
-                or if positions come with a cache or to layers that are not rotary.
+        Returns ``[B, N, embed_dim]``. Raises ValueError if shapes do not match, if the cache is from another model,
+        used in training or with gradients, or if positions come with a cache or to layers that are not rotary.
         """
         layers: list[Any] = list(self.layers)
         if positions is not None and cache is not None:

@@ -130,8 +130,7 @@ def from_mask(mask: Tensor) -> Pattern:
         mask: bool ``[Nq, Nk]``, ``[H, Nq, Nk]`` or ``[B, H, Nq, Nk]``, True for pairs to keep. H and B can be 1, for
             any number.
 
-    Raises:
-        ValueError: If the mask is not bool, is empty, or has another number of dimensions.
+    Raises ValueError if the mask is not bool, is empty, or has another number of dimensions.
 
     >>> mask = torch.tensor([[True, False, True], [True, True, False]])
     >>> print(from_mask(mask).draw(2, 3))

@@ -43,19 +43,17 @@ class Neighborhood(Pattern):
         causal: 1 for axes on which a token attends to those up to its own, or 0.
         tile: Tokens of a compact tile per axis, if tokens come in the order of tiles.
 
-    Raises:
-        ValueError: If a number is out of range, or a window does not fit.
+    Raises ValueError if a number is out of range, or a window does not fit.
 
-    Example:
-        >>> Neighborhood([8, 8], 3)
-        neighborhood([8, 8], [3, 3])
-        >>> print(Neighborhood([6], 3).draw(6))
-        ███···
-        ███···
-        ·███··
-        ··███·
-        ···███
-        ···███
+    >>> Neighborhood([8, 8], 3)
+    neighborhood([8, 8], [3, 3])
+    >>> print(Neighborhood([6], 3).draw(6))
+    ███···
+    ███···
+    ·███··
+    ··███·
+    ···███
+    ···███
     """
 
     size: Sequence[int]
@@ -133,9 +131,7 @@ class Neighborhood(Pattern):
                 as_tuple=True
             )
             found.append(Cover(part[row], col, col + 1))
-        return (
-            Cover(*(torch.cat(columns) for columns in zip(*found, strict=True))) if found else Cover(rows, rows, rows)
-        )
+        return Cover(*(torch.cat(x) for x in zip(*found, strict=True))) if found else Cover(rows, rows, rows)
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.cover(head, rows, grid).size()

@@ -83,10 +83,8 @@ def hierarchical(
 
     Densities are exact for all pairs, to the percent, if ``local`` is a multiple of ``block`` times the denominators of
     the densities, twice that of ``local_density``. Otherwise each row of blocks is off by at most a block per level and
-    side. Under `Causal` the half squares on the diagonal keep more, by half a block per row.
-
-    Raises ValueError if ``local`` is no multiple of ``block``, ``node`` is no multiple of ``local``, or a density is
-    not in ``[0, 1]``.
+    side. Under `Causal` the half squares on the diagonal keep more, by half a block per row. Raises ValueError if
+    ``local`` is no multiple of ``block``, ``node`` is no multiple of ``local``, or a density is not in ``[0, 1]``.
 
     >>> hierarchical(4096, 32768)
     segments(128) | sampled_blocks(2, 4, 128, 4096) | sampled_blocks(1, 5, 4096, 32768) | sampled_blocks(1, 20, 32768)

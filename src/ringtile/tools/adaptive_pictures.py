@@ -47,8 +47,7 @@ def _of_heads(shown: BlockIndex | ControlReport) -> Tensor:
 
 
 def plot_density(
-    shown: BlockIndex | ControlReport | Sequence[BlockIndex | ControlReport],
-    ax: Axes | None = None,
+    shown: BlockIndex | ControlReport | Sequence[BlockIndex | ControlReport], ax: Axes | None = None
 ) -> Axes:
     """Draw the density of each head: bars for one layer, an image of layers and heads for several.
 
@@ -106,7 +105,6 @@ def plot_recall(report: QualityReport, ax: Axes | None = None, *, target: float 
     """Draw a histogram of the recall of audited rows, of all heads together.
 
     Lines mark the mean, the recall that 5% of the rows do not reach, the worst head, and the ``target``, if given.
-
     Raises ValueError if no row has a recall, because the reference keeps no keys.
 
     >>> from ringtile.adaptive import audit
@@ -156,31 +154,24 @@ def plot_attention(
 ) -> Axes:
     """Draw the exact attention of a head, tile by tile, and the outline of the tiles that an index keeps.
 
-    The color of a tile is the part of its rows' attention that its keys get, by dense attention of all queries. So the
-    cost is that of a head of dense attention.
+    The color of a tile is the part of its rows' attention that its keys get, by dense attention of all queries.
 
     Args:
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        query, key: ``[B, H, Nq, D]`` and ``[B, Hkv, Nk, D]``. Hkv must divide H.
         index: The kept pairs.
         ax: Where to draw. Default: a new figure.
-        head: Head to draw.
-        batch: Batch element to draw.
+        head, batch: Head and batch element to draw.
         reference: The pairs of exact attention. Default: the causal and document rules of the index.
         key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
         scale: Factor for the scores. Default: ``D ** -0.5``.
 
-    Returns:
-        The axes. ``ax.images[0]`` is the image, for a color bar.
+    Returns the axes. ``ax.images[0]`` is the image, for a color bar. Raises ValueError if the shapes do not match, or
+    if ``head`` or ``batch`` is out of range.
 
-    Raises:
-        ValueError: If the shapes do not match, or if ``head`` or ``batch`` is out of range.
-
-    Example:
-        >>> from ringtile.adaptive import select
-        >>> q, k = torch.randn(2, 1, 4, 512, 16).unbind()
-        >>> plot_attention(q, k, select(q, k, is_causal=True, block=32), head=3).get_ylabel()
-        'query position'
+    >>> from ringtile.adaptive import select
+    >>> q, k = torch.randn(2, 1, 4, 512, 16).unbind()
+    >>> plot_attention(q, k, select(q, k, is_causal=True, block=32), head=3).get_ylabel()
+    'query position'
     """
     masses = tile_masses(query, key, index, head=head, batch=batch, reference=reference, key_mask=key_mask, scale=scale)
     groups = index.group.shape

@@ -12,14 +12,13 @@ from __future__ import annotations
 import html as escapes
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #22272e; --soft: #5b636d; --paper: #fff; --line: #d8dce1; --band: #f4f6f8;
-  --good: #1c7a3f; --bad: #b3362d; }
+:root { color-scheme: light dark; --ink: #22272e; --soft: #5b636d; --paper: #fff; --line: #d8dce1; --band: #f4f6f8; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #a3abb5; --paper: #16191d; --line: #3a4149;
-  --band: #20252b; --good: #62c98a; --bad: #f08a80; } }
+  --band: #20252b; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
   max-width: 62rem; padding: 0 1rem; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
@@ -28,7 +27,6 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th.left, td.left { text-align: left; }
 td em, p em { color: var(--soft); font-style: normal; }
-.good { color: var(--good); } .bad { color: var(--bad); } .soft { color: var(--soft); }
 pre { background: var(--band); padding: 1rem; overflow-x: auto; font-size: .8rem; }
 svg { max-width: 100%; height: auto; color: var(--ink); }
 """
@@ -116,9 +114,9 @@ def _markdown(part: Part) -> str:
             return part
 
 
-def html(title: str, parts: Iterable[Part], classes: Mapping[str, str] | None = None) -> str:
+def html(title: str, parts: Iterable[Part]) -> str:
     """Return a page in HTML that loads nothing else, light or dark as its reader's system is."""
-    body = "\n".join(_html(part, classes or {}) for part in parts)
+    body = "\n".join(map(_html, parts))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -126,12 +124,12 @@ def html(title: str, parts: Iterable[Part], classes: Mapping[str, str] | None = 
     )
 
 
-def _html(part: Part, classes: Mapping[str, str]) -> str:
+def _html(part: Part) -> str:
     match part:
         case Heading(text, level):
             return f"<h{level}>{_inline(text)}</h{level}>"
         case Table(heads, rows, left):
-            lines = [_row("th", heads, left, {}), *(_row("td", row, left, classes) for row in rows)]
+            lines = [_row("th", heads, left), *(_row("td", row, left) for row in rows)]
             return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
         case Code(text):
             stripped = text.strip("\n")
@@ -142,11 +140,9 @@ def _html(part: Part, classes: Mapping[str, str]) -> str:
             return "".join(f"<p>{_inline(text)}</p>" for text in part.split("\n\n"))
 
 
-def _row(tag: str, cells: Sequence[object], left: int, classes: Mapping[str, str]) -> str:
-    found = []
-    for number, cell in enumerate(map(str, cells)):
-        names = " ".join(filter(None, ["left" if number < left else "", classes.get(cell, "")]))
-        found.append(f'<{tag} class="{names}">{_inline(cell)}</{tag}>' if names else f"<{tag}>{_inline(cell)}</{tag}>")
+def _row(tag: str, cells: Sequence[object], left: int) -> str:
+    sides = [' class="left"'] * left + [""] * (len(cells) - left)
+    found = (f"<{tag}{side}>{_inline(str(cell))}</{tag}>" for side, cell in zip(sides, cells, strict=True))
     return f"<tr>{''.join(found)}</tr>"
 
 

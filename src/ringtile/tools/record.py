@@ -69,16 +69,10 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read the text of `to_json`.
-
-        Raises:
-            ValueError: If the text is something else.
-        """
+        """Read the text of `to_json`. Raises ValueError if the text is something else."""
         with fields_of(text, cls.OF) as found:
             # JSON has no tuples, and every sequence of a record is one.
-            fields: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
-            }
+            fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
             return cls(**{**fields, cls.ROWS: tuple(map(cls.row_of, found[cls.ROWS]))})
 
 

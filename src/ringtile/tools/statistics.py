@@ -64,10 +64,8 @@ class PatternStatistics:
 def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_dim: int = 64) -> PatternStatistics:
     """Count the kept pairs of an index, and the cost of attention over it. It waits for the device of the index.
 
-    An index that all heads share counts once, unless you pass `num_heads`. Values are as wide as keys.
-
-    Raises:
-        ValueError: If `head_dim` is not positive, or `num_heads` does not match the index.
+    An index that all heads share counts once, unless you pass `num_heads`. Values are as wide as keys. Raises
+    ValueError if `head_dim` is not positive, or `num_heads` does not match the index.
 
     >>> from ringtile.index import build_index
     >>> from ringtile.patterns import Causal, Window

@@ -122,8 +122,7 @@ def watch(
         exit_at_once: End the process with status 1 after printing the line. Otherwise `wait` raises, and all other
             calls of `torch.distributed` end by the group's timeout.
 
-    Raises:
-        ValueError: If a number is out of range.
+    Raises ValueError if a number is out of range.
     """
     if not 0 < interval or (silence is not None and not 2 * interval <= silence):
         raise ValueError(f"silence: expected at least 2 intervals above 0, got {silence=}, {interval=}")

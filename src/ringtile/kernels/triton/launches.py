@@ -310,11 +310,7 @@ def backward_launches(
         "strides": job.strides._replace(g=stride_of(out_grad)),
         **dict(zip(("Q_GRAD", "K_GRAD", "V_GRAD"), grads, strict=True)),
     }
-    return [
-        stats_launch(shared, lse_grad, out, lse),
-        *_dq_launches(job, shared),
-        *_dkdv_launches(job, shared),
-    ]
+    return [stats_launch(shared, lse_grad, out, lse), *_dq_launches(job, shared), *_dkdv_launches(job, shared)]
 
 
 def stats_launch(shared: dict[str, Any], lse_grad: Tensor | None, out: Tensor, lse: Tensor) -> Launch:

@@ -69,10 +69,7 @@ _HOPPER = {
 }
 """For sm_90 to sm_110: the matrix units read shared memory, and registers contain only sums. Three forward programs of
 head dim 64 share a multiprocessor, so that one computes products while another computes exponentials."""
-_BLACKWELL = {
-    **_HOPPER,
-    "forward": {**_HOPPER["forward"], 64: [Config(128, 128, 8, 3), *_HOPPER["forward"][64]]},
-}
+_BLACKWELL = {**_HOPPER, "forward": {**_HOPPER["forward"], 64: [Config(128, 128, 8, 3), *_HOPPER["forward"][64]]}}
 """For sm_100 to sm_110, whose matrix units want 128 rows."""
 _OTHERS = {
     "forward": {

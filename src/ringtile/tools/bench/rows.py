@@ -169,10 +169,8 @@ def break_even(rows: tuple[Row, ...]) -> list[BreakEven]:
 def slower_rows(now: Record, before: Record, max_slowdown: float) -> list[str]:
     """Return a line for each row of ringtile that lost its time, or more than ``max_slowdown`` of its ratio to dense.
 
-    Ratios of the same run are compared, so the two machines need not be equally fast.
-
-    Raises:
-        ValueError: If no row of ``before`` was measured now.
+    Ratios of the same run are compared, so the two machines need not be equally fast. Raises ValueError if no row of
+    ``before`` was measured now.
     """
     # Baselines belong to PyTorch, and a change of theirs is no fault of ringtile.
     today = {row.problem: row for row in now.rows if row.peer == OURS}

@@ -137,9 +137,7 @@ class Fast:
 
     def _measure_curve(self, progress: Progress) -> None:
         heads, seconds_per_tile = self.curve_rule.num_heads or 1, 0.0
-        progress.say(
-            f"  {self.curve_rule!r}, B1 H{heads}, forward and backward; memory: peak beyond inputs and results"
-        )
+        progress.say(f"  {self.curve_rule!r}, B1 H{heads}, forward and backward; memory: beyond inputs and results")
         progress.say("        N       time    memory  dense time                    error")
         for n_tokens in self.lengths:
             progress.show(f"fast: {n_tokens:,} tokens")

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout
-from ringtile.distributed.plan import (
-    MAX_PIECES,
-    Demand,
-    Transport,
-    demand_of,
-    fits_ring,
-    is_better_gathered,
-    is_cut,
-)
+from ringtile.distributed.plan import MAX_PIECES, Demand, Transport, demand_of, fits_ring, is_better_gathered, is_cut
 from ringtile.index import candidates
 from ringtile.index.covers import MAX_BYTES, Budget, Touched, check_candidates, groups_of
 from ringtile.patterns import Pattern

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ringtile.tools import page
 from ringtile.tools.page import Code, Heading, Part
 from ringtile.tools.progress import Progress, threads_text
 from ringtile.tools.quality import calibrate, leg
 from ringtile.tools.quality.cells import Folder, Job, Record, measure_all
-from ringtile.tools.quality.page import page_of
 from ringtile.tools.record import write_whole
 
 NAME = "quality"
@@ -69,3 +69,14 @@ def measure(
         raise KeyboardInterrupt
     if args.json:
         print(record.to_json())
+
+
+def page_of(record: Record, parts: Sequence[Part]) -> str:
+    """Return the HTML page of a record, whose tables are ``parts``."""
+    title = "Quality of sparse attention"
+    before: list[Part] = [Heading(title, 1)]
+    if record.interrupted:
+        before.append("**This run was interrupted. Cells are missing.**")
+    machine = f"{record.machine.get('cpu')}, {record.machine.get('threads')} threads"
+    made = f"{machine}, torch {record.versions.get('torch')}, ringtile commit {record.commit}"
+    return page.html(title, [*before, *parts, f"{record.command}. {made}."])

@@ -30,7 +30,6 @@ from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
-from ringtile.tools.quality.claims import CLAIMS, floor_of, verdict
 from ringtile.tools.quality.decoder import Decoder, open_decoder
 from ringtile.tools.quality.texts import FarCopy, Texts
 from ringtile.tools.quality.watched import Watched
@@ -84,7 +83,7 @@ QUICK = (
     *_variants("window", "density", 0.25, rule=Recent()),
 )
 FULL = (
-    *_variants("default", "calibrated", *CLAIMS),
+    *_variants("default", "calibrated", 0.5, 0.25, 0.1, 0.05, 0.02),
     *_variants("default", "density", 0.25, 0.1),
     *_variants("default", "quality", 0.95),
     *_variants("causal-safe", "calibrated", 0.25, 0.1, rule=SAFE),
@@ -384,14 +383,16 @@ def _kept(group: list[Cell], timed: list[Cell]) -> str:
     for name, width in (("seconds", 9), ("dense_seconds", 8)):
         seconds = _figures(timed, name)
         line += f"{statistics.mean(seconds):>{width}.2f}" if seconds else " " * width
-    at, floor = group[0].setting, _floor(group[0].setting)
+    at = group[0].setting
+    floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
     below = at.budget in ("density", "calibrated") and (at.asked or 0) < floor
     return (line.rstrip() + (f"  below the floor of {floor:.1%}" if below else "")).rstrip()
 
 
-def _floor(at: Setting) -> float:
-    """Return the density of the tiles that the default always keeps, not only of a query's own."""
-    return floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
+def floor_of(tokens: int, block: int, forced: int = 1) -> float:
+    """Return the tile density of causal attention that keeps each query's own tile alone, or ``forced`` tiles."""
+    rows = -(-tokens // block)
+    return sum(min(row, forced) for row in range(1, rows + 1)) / (rows * (rows + 1) / 2)
 
 
 def _seconds(group: list[Cell]) -> str:
@@ -417,22 +418,3 @@ def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:
             words.append(" / ".join(f"{100 * statistics.mean(each):.1f}" if each else "-" for each in found))
         lines.append(f"  {text:<32}{100 * digits:>7.1f}" + "".join(f"{word:>22}" for word in words))
     return lines
-
-
-_CLAIMED = (("text", "perplexity of text"), ("copy", "benefit of a far copy"), ("needles", "digits of far needles"))
-
-
-def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
-    """Return, by figure and density, whether the claims hold for the calibrated default."""
-    found: dict[str, dict[float, list[tuple[float, float]]]] = {}
-    for cell in cells:
-        at = cell.setting
-        if (at.task, at.scores, at.budget) == ("far copy", "default", "calibrated") and at.asked in CLAIMS:
-            for figure, words in _CLAIMED:
-                name = f"{at.sizes['model']}, {words}"
-                if (value := cell.figure(figure)) is not None:
-                    found.setdefault(name, {}).setdefault(at.asked, []).append((100 * value, _floor(at)))
-    return {
-        name: {asked: verdict(asked, statistics.mean(x for x, _ in each), each[0][1]) for asked, each in row.items()}
-        for name, row in found.items()
-    }

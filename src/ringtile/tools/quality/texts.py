@@ -103,9 +103,7 @@ class Texts:
         """Draw a sequence to judge by, from the source that the seed counts to.
 
         A fifth of it is a copy of the first fifth. Up to 20 needles lie in the text between, and the questions at the
-        end come a quarter to four fifths of the sequence later.
-
-        Raises ValueError if the text is too short.
+        end come a quarter to four fifths of the sequence later. Raises ValueError if the text is too short.
         """
         drawn = random.Random(seed)
         source, repeat = self.sources[seed % len(self.sources)], n_tokens // 5

@@ -86,9 +86,11 @@ def test_examples_on_a_page_print_what_it_says(page: str) -> None:
 
 HEAVY = ("deepspeed", "torchtitan")
 """Libraries that the development tools do not include. `tests/test_NAME.py` has their tests."""
+WITH_MODELS = ["how-to/embeddings.md"]
+"""Programs that load saved models. `tests/test_sentence_transformers.py` runs them."""
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in WITH_MODELS])
 def test_programs_on_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page}

@@ -9,6 +9,7 @@ from ringtile.integrations.transformers.registry import model_facts, register, u
 
 if TYPE_CHECKING:
     from ringtile.integrations.transformers.parallel import ContextParallel, context_parallel
+    from ringtile.integrations.transformers.serving import continuous_batching
 
     CPTrainer: Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "ContextParallel",
     "calibrate",
     "context_parallel",
+    "continuous_batching",
     "index_losses",
     "model_facts",
     "register",
@@ -24,7 +26,12 @@ __all__ = [
 ]
 
 # A model on one process does not need torch.distributed, and a loop of your own no Trainer.
-_LATER = {"ContextParallel": "parallel", "context_parallel": "parallel", "CPTrainer": "trainer"}
+_LATER = {
+    "continuous_batching": "serving",
+    "ContextParallel": "parallel",
+    "context_parallel": "parallel",
+    "CPTrainer": "trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -77,18 +77,19 @@ texts calibrated.
 * **Text kept** is the ratio of the perplexities of the text in the middle. **Copy kept** is the part of the benefit
   that the model has from the first passage when it reads the second one. **Needles kept** counts the digits of the
   answers that are the model's first choice, as a part of those that dense attention gets right.
-* **Mean** is that of all texts, and **worst** is the text that loses most. Below the rows is each text by itself.
+* Figures are means of all texts. In brackets is the **worst** text. Below the rows is each text by itself.
 * **Tiles** is the tile density. **+probes** adds the pairs whose scores the choice computes exactly, which cost as much
   as those of dense attention.
-* **Recall** is the part of the attention that is kept, over 64 exact rows per layer. **Worst head** is the least of
-  all heads and texts.
-* A density **below the floor** is less than the tiles that every row keeps: the first, its own and the one before.
+* **Recall** is the part of the attention that is kept, over 64 exact rows per layer. The **worst head** is that of all
+  texts.
+* A row with "-" asks for a density **below the floor**, which is that of the tiles that every row keeps: the first, its
+  own and the one before.
 * `calibrated` keeps the tiles above one threshold, weighed by head, that keeps the density on one other sequence. Each
   text has a density of its own, near the one that is asked for. At 10% and below, tiles are chosen by `Refined` scores
   among the best 15% by the default's. `density` is the same for all heads and rows. `quality` asks a controller for
   that part of each head's attention. `causal-safe` is `Probe("first")`, which looks at no later token.
-* **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
-  of less than 4,096 keys stay dense.
+* **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention, **sdpa**: medians of three
+  rounds. Calls of less than 4,096 keys stay dense.
 
 To run it, or your own model: `{leg.PIP}`, then the command below with `--model`. Without `--text` the texts are four
 that every Python has: sources, the manual of `help()`, READMEs and docstrings. `--text` takes files and folders of your

@@ -420,12 +420,13 @@ def test_the_table_shows_each_cell_and_each_failure() -> None:
     assert shown[1] == "far copy, 4,096 tokens, block 32, m.gguf, float32"
     rows = [line.split() for line in shown]
     # Densities, then means and worst texts, and the seconds of the same length.
-    assert rows[5] == "default calibrated 25% 0.260 0.385 97.5 97.0 90.0 90.0 85.0 80.0 85.0 20.0 3.00 4.00".split()
-    assert shown[6].endswith("below the floor of 4.6%")
-    assert "below" not in shown[5]
+    kept = ["97.5", "(97.0)", "90.0", "(90.0)", "85.0", "(80.0)", "85.0", "(20.0)"]
+    assert rows[4] == ["default", "calibrated", "25%", "0.260", "0.385", *kept, "3.00", "4.00", "0.75"]
+    assert rows[5][:5] == ["-", "default", "calibrated", "2%", "0.046"]
+    assert rows[6] == "window density 10%: no memory".split()
+    assert shown[7] == "- below the floor of 4.6%"
     assert rows[10] == "code 90.0 98.0 / 90.0 / 80.0 50.0 / 90.0 / 10.0".split()
     assert rows[11] == "novel nan 97.0 / 90.0 / 90.0 - / - / -".split()
-    assert rows[7] == "window density 10% no memory".split()
     assert [line.split(",")[1] for line in shown if line.startswith("prefill")] == [" 8"]
     assert rows[-1] == ["default", "calibrated", "25%", "3.00", "4.00", "0.75"]
 

@@ -116,7 +116,7 @@ def test_the_questions_have_code_and_the_figures_of_the_quality_page() -> None:
     assert [text.partition("\n")[0] for text in questions] == QUESTIONS
     assert all(re.search(r"^```(python|pycon)$", text, re.M) for text in questions)
     (table,) = blocks("questions.md", "text")
-    assert len(table.splitlines()) == 5
+    assert len(table.splitlines()) == 4
     assert [line for line in table.splitlines() if line not in read("quality.md").splitlines()] == []
     # The choice loses more than a third at 25%, as the page says of some tasks.
     row = re.search(r"^## variables\n.*?^\| default \|(.*)$", read("quality.md"), re.M | re.S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
@@ -46,6 +47,21 @@ def count_text(number: float) -> str:
         if number >= size and number % (size // 4) == 0:
             return f"{number / size:g}{unit}"
     return f"{number:,.0f}"
+
+
+def aligned(rows: Sequence[Mapping[str, str]], words: int) -> Iterator[str]:
+    """Yield a header and the rows, as columns of which the first are words.
+
+    >>> print(*aligned([{"peer": "flex", "ms": "12.5"}, {"peer": "sdpa", "ms": "7.1"}], 1), sep="\n")
+    peer    ms
+    flex  12.5
+    sdpa   7.1
+    """
+    cells = [list(row) for row in rows[:1]] + [list(row.values()) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        sides = "<" * words + ">" * (len(line) - words)
+        yield "  ".join(f"{x:{side}{n}}" for x, side, n in zip(line, sides, widths, strict=True)).rstrip()
 
 
 def duration_text(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from ringtile.tools.predict.hardware import HARDWARE, Hardware, Sizes
 from ringtile.tools.predict.work import MAX_RANKS, Tiles, survey
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
-from ringtile.tools.units import bytes_text, count, count_text, duration_text
+from ringtile.tools.units import aligned, bytes_text, count, count_text, duration_text
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -86,12 +86,12 @@ class Table(NamedTuple):
         (best, _), default, rows = self.best, self.default, self.possible
         told = "* least time with transport='auto'" + ("" if best is default else ", + with any")
         yield f"{_ranks(self.n_ranks)} ({told}, by the model)"
-        marks = ["*" if row is default else "+" if row is best else " " for row, _ in rows]
         texts = []
         for row, cost in rows:
+            mark = "*" if row is default else "+" if row is best else " "
             transport = row.transport + (" {}x{}".format(*cost.mesh) if cost.mesh else "")
-            texts.append({"layout": row.layout, "transport": transport, **_texts(_figures(cost))})
-        yield from _aligned(marks, texts)
+            texts.append({"  layout": f"{mark} {row.layout}", "transport": transport, **_texts(_figures(cost))})
+        yield from aligned(texts, 2)
         for mesh in sorted({cost.mesh for _, cost in rows if cost.mesh}):
             yield f"  {'{}x{}'.format(*mesh)}: with group=init_device_mesh(device, {mesh})"
         if own := [f"{bytes_text(n)} ({row.layout}, {row.transport})" for row, cost in rows if (n := _copied(cost))]:
@@ -149,9 +149,13 @@ class ModelTable(NamedTuple):
             # Layers run one after another, so their times add up, and the largest buffer serves all of them.
             times = {way: sum(n * each[way] for n, each in of_layers) for way in _TIMES}
             figures = {**self.summed(cost), "buffer": max(each["buffer"] for _, each in of_layers), **times}
-            texts.append({"layout": name, "transports": ", ".join(cost.transports.values()), **_texts(figures)})
+            words = {
+                "  layout": f"{'*' if name == self.best else ' '} {name}",
+                "transports": ", ".join(cost.transports.values()),
+            }
+            texts.append(words | _texts(figures))
         yield f"{_ranks(self.n_ranks)}, sums over all layers (* least time, by the model)"
-        yield from _aligned(["*" if name == self.best else " " for name in costs], texts)
+        yield from aligned(texts, 2)
 
     def record(self) -> dict[str, object]:
         rows = []
@@ -179,15 +183,6 @@ _SHAPES: dict[str, Callable[[float], str]] = {
 
 def _texts(figures: Mapping[str, float]) -> dict[str, str]:
     return {name: _SHAPES.get(name, bytes_text)(figure) for name, figure in figures.items()}
-
-
-def _aligned(marks: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield a header and the rows, whose first two columns are words."""
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for mark, line in zip([" ", *marks], cells, strict=True):
-        sides = "<<" + ">" * (len(line) - 2)
-        yield f"{mark} {'  '.join(f'{x:{side}{n}}' for x, side, n in zip(line, sides, widths, strict=True))}"
 
 
 def _ranks(n_ranks: int) -> str:

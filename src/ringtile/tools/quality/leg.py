@@ -35,7 +35,7 @@ from ringtile.tools.quality.texts import FarCopy, Texts
 from ringtile.tools.quality.watched import Watched
 from ringtile.tools.record import DTYPES
 from ringtile.tools.timing import interleaved, seconds_of
-from ringtile.tools.units import count
+from ringtile.tools.units import aligned, count
 
 SAFE = Probe("first")
 """The scores of a model whose past must not depend on its future."""
@@ -310,15 +310,7 @@ def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> list
 
 
 _KEPT = ("text", "copy", "needles", "recall")
-_HEADS = {
-    "far copy": (
-        f"  {'':<32}{'density':>16}{'text kept, %':>15}{'copy kept, %':>15}{'needles, %':>15}{'recall, %':>20}"
-        f"{'prefill':>17}",
-        f"  {'':<32}{'tiles':>7}{'+probes':>9}" + f"{'mean':>8}{'worst':>7}" * 3 + f"{'mean':>8}{'worst head':>12}"
-        f"{'seconds':>9}{'sdpa':>8}",
-    ),
-    "prefill": (f"  {'':<32}    seconds           sdpa          ratio",),
-}
+_SECONDS = {"prefill, s": "seconds", "sdpa, s": "dense_seconds", "ratio": "ratio"}
 Row = tuple[str, str, float | None]
 """Scores, budget, and the density or quality asked for."""
 
@@ -328,33 +320,32 @@ def table(cells: Iterable[Cell]) -> list[str]:
     groups: dict[str, dict[Row, list[Cell]]] = {}
     for cell in cells:
         at = cell.setting
-        if at.leg == "decoder" and at.task in _HEADS:
+        if at.leg == "decoder" and at.task in ("far copy", "prefill"):
             sizes = ", ".join(f"{at.sizes[name]}" for name in ("model", "dtype"))
             what = f"{at.task}, {at.sizes['tokens']:,} tokens, block {at.sizes['block']}, {sizes}"
             groups.setdefault(what, {}).setdefault((at.scores, at.budget, at.asked), []).append(cell)
     lines: list[str] = []
     for what, rows in groups.items():
-        task = next(iter(rows.values()))[0].setting.task
+        judges = what.startswith("far copy")
         # The prefill of the judged length is in the same table as its quality.
-        timed = groups.get(what.replace("far copy", "prefill"), {}) if task == "far copy" else {}
-        if task == "prefill" and what.replace("prefill", "far copy") in groups:
+        if not judges and what.replace("prefill", "far copy") in groups:
             continue
-        lines += ["", what, *_HEADS[task]]
-        for row, group in rows.items():
+        timed = groups.get(what.replace("far copy", "prefill"), {})
+        first = next(iter(rows.values()))[0].setting
+        floor = floor_of(int(first.sizes["tokens"]), int(first.sizes["block"]), FORCED)
+        shown, others = list[dict[str, str]](), list[str]()
+        for (scores, budget, asked), group in rows.items():
+            below = judges and budget in ("density", "calibrated") and (asked or 0) < floor
+            words = {"  scores": f"{'-' if below else ' '} {scores}", "budget": budget}
+            words["asked"] = "" if asked is None else f"{asked:.0%}"
             if reasons := [cell.measured.reason for cell in group if cell.measured.reason]:
-                lines.append(_name(row) + reasons[0])
-            elif task == "far copy":
-                lines.append(_name(row) + _kept(group, timed.get(row, [])))
+                others.append(f"{' '.join(words.values())}: {reasons[0]}")
             else:
-                lines.append(_name(row) + _seconds(group))
-        if task == "far copy":
-            lines += _by_text(rows)
+                seconds = _seconds(timed.get((scores, budget, asked), []))
+                shown.append({**words, **(_kept(group) if judges else {}), **seconds})
+        marked = [f"- below the floor of {floor:.1%}"] if any(row["  scores"][0] == "-" for row in shown) else []
+        lines += ["", what, *aligned(shown, 3), *others, *marked, *(_by_text(rows) if judges else [])]
     return lines
-
-
-def _name(row: Row) -> str:
-    scores, budget, asked = row
-    return f"  {scores:<13}{budget:<12}{'' if asked is None else f'{asked:.0%}':<7}"
 
 
 def _figures(group: Iterable[Cell], name: str) -> list[float]:
@@ -369,24 +360,17 @@ def _of_texts(group: Iterable[Cell]) -> dict[str, list[Cell]]:
     return found
 
 
-def _kept(group: list[Cell], timed: list[Cell]) -> str:
-    """Return the densities, means, worst texts and seconds of a row, and whether it is below the floor."""
+def _kept(group: list[Cell]) -> dict[str, str]:
+    """Return the densities of a row, and what it keeps: means, and the worst text or the worst head of any text."""
     density, probes = statistics.mean(cell.measured.realised or math.nan for cell in group), _figures(group, "probed")
-    line = f"{density:>7.3f}" + (f"{density + statistics.mean(probes):>9.3f}" if probes else f"{'':>9}")
+    found = {"tiles": f"{density:.3f}", "+probes": f"{density + statistics.mean(probes):.3f}" if probes else ""}
     for name in _KEPT:
-        means = [statistics.mean(found) for each in _of_texts(group).values() if (found := _figures(each, name))]
-        # The worst of a recall is the worst head of any text.
-        heads = _figures(group, "worst_head")
-        worst = min(heads if name == "recall" and heads else means, default=math.nan)
-        width = 12 if name == "recall" else 7
-        line += f"{100 * statistics.mean(means):>8.1f}{100 * worst:>{width}.1f}" if means else " " * (8 + width)
-    for name, width in (("seconds", 9), ("dense_seconds", 8)):
-        seconds = _figures(timed, name)
-        line += f"{statistics.mean(seconds):>{width}.2f}" if seconds else " " * width
-    at = group[0].setting
-    floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
-    below = at.budget in ("density", "calibrated") and (at.asked or 0) < floor
-    return (line.rstrip() + (f"  below the floor of {floor:.1%}" if below else "")).rstrip()
+        means = [statistics.mean(some) for each in _of_texts(group).values() if (some := _figures(each, name))]
+        heads = _figures(group, "worst_head") if name == "recall" else []
+        worst = min(heads or means, default=math.nan)
+        shown = f"{100 * statistics.mean(means):.1f} ({100 * worst:.1f})" if means else ""
+        found[f"{name} (worst{' head' if name == 'recall' else ''})"] = shown
+    return found
 
 
 def floor_of(tokens: int, block: int, forced: int = 1) -> float:
@@ -395,10 +379,9 @@ def floor_of(tokens: int, block: int, forced: int = 1) -> float:
     return sum(min(row, forced) for row in range(1, rows + 1)) / (rows * (rows + 1) / 2)
 
 
-def _seconds(group: list[Cell]) -> str:
-    """Return the seconds of a row, those of PyTorch's own attention, and their ratio."""
-    found = (_figures(group, name)[0] for name in ("seconds", "dense_seconds", "ratio"))
-    return "".join(f"{each:>8.2f}       " for each in found).rstrip()
+def _seconds(group: list[Cell]) -> dict[str, str]:
+    found = {head: _figures(group, name) for head, name in _SECONDS.items()}
+    return {head: f"{statistics.mean(figures):.2f}" if figures else "" for head, figures in found.items()}
 
 
 def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:
@@ -408,13 +391,13 @@ def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:
     texts = list(dict.fromkeys(text for of_text in shown.values() for text in of_text))
     if not _figures((cell for group in dense.values() for cell in group), "digits"):
         return []
-    heads = "".join(f"{f'calibrated {asked:.0%}':>22}" for _, _, asked in shown)
-    lines = ["", f"  {'text / copy / needles kept, %':<32}{'digits':>7}{heads}"]
+    lines = []
     for text in texts:
         digits = statistics.mean(_figures(dense.get(text, []), "digits") or [math.nan])
-        words = []
-        for of_text in shown.values():
+        line = {"text / copy / needles kept": text, "digits": f"{100 * digits:.1f}"}
+        for row, of_text in shown.items():
             found = [_figures(of_text.get(text, []), name) for name in _KEPT[:3]]
-            words.append(" / ".join(f"{100 * statistics.mean(each):.1f}" if each else "-" for each in found))
-        lines.append(f"  {text:<32}{100 * digits:>7.1f}" + "".join(f"{word:>22}" for word in words))
-    return lines
+            words = " / ".join(f"{100 * statistics.mean(each):.1f}" if each else "-" for each in found)
+            line[f"calibrated {row[2]:.0%}"] = words
+        lines.append(line)
+    return ["", *aligned(lines, 1)]

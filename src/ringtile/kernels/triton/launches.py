@@ -114,24 +114,39 @@ def stride_of(x: Tensor, *, compiled: bool = False) -> Stride:
     return Stride(b, h, tl.constexpr(n) if compiled else n)
 
 
-class Job:
-    """The values that the launches of one call share. The tensors have contiguous rows."""
+class Problem:
+    """What the launches of a call share, over tiles or over lists. The tensors have contiguous rows."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        self.q, self.k, self.v = q, k, v
+        self.batch, self.heads, self.n_queries, self.head_dim = q.shape
+        self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
+        self.ratio = self.heads // self.kv_heads
+        self.strides = Strides(*map(stride_of, (q, k, v)))
+        names = ("heads", "ratio", "n_queries", "n_keys")
+        self.values: dict[str, Any] = {"Q": q, "K": k, "V": v, **{name: getattr(self, name) for name in names}}
+        """Arguments of several kernels, by name."""
+        self.values |= {"scale": scale, "natural": abs(scale) or 1.0, "c": (abs(scale) or 1.0) * LOG2_E}
+        self.compiled: dict[str, Any] = {"D": self.head_dim, "E": self.value_dim, "EP": padded(self.value_dim)}
+        """Constants of all kernels, by name."""
+        self.compiled |= {"SIGN": (scale > 0) - (scale < 0), "PRECISION": "tf32" if allows_tf32(q) else "ieee"}
+
+
+class Job(Problem):
+    """What the launches of a call over tiles share."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        super().__init__(q, k, v, call.scale)
         index = index_of(call, q, k)
         with span(INDEX):
             self.index = _in_blocks(index)
             self.schedule = schedule_of(self.index)
-        self.q, self.k, self.v, self.call = q, k, v, call
+        self.call = call
         self.scratch: list[Tensor] = []
-        self.batch, self.heads, self.n_queries, self.head_dim = q.shape
-        self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
-        self.ratio = self.heads // self.kv_heads
         self.group = self.index.group.contiguous()
         placed = call.dropout_p > 0 and (is_remapped(call) or call.head_at is not None or call.batch_at is not None)
-        self.strides = Strides(*map(stride_of, (q, k, v)))
         self.constants = self._constants(placed)
-        self.values = self._values(placed)
+        self.values |= self._values(placed)
         # Descriptors need addresses and strides of 16 bytes, and no stride of 0.
         self.by_descriptor = (
             wants_descriptors()
@@ -145,13 +160,9 @@ class Job:
     def _constants(self, placed: bool) -> Constants:
         index, call = self.index, self.call
         return Constants(
-            D=self.head_dim,
-            E=self.value_dim,
+            **self.compiled,
             DP=padded(self.head_dim),
-            EP=padded(self.value_dim),
             BLOCK=index.block,
-            SIGN=(call.scale > 0) - (call.scale < 0),
-            PRECISION="tf32" if allows_tf32(self.q) else "ieee",
             # Within a tile, 32 bits suffice unless its rows are millions of elements apart.
             FAR=max(x.stride(2) for x in (self.q, self.k, self.v)) >= 1 << 24,
             RAGGED_ROWS=any(end % index.block for end in (index.start, index.start + self.n_queries)),
@@ -163,26 +174,15 @@ class Job:
         )
 
     def _values(self, placed: bool) -> dict[str, Any]:
-        """Return what several kernels take, by the name of the argument."""
-        call, index = self.call, self.index
-        absent = self.group
+        call, index, absent = self.call, self.index, self.group
         return {
-            "Q": self.q,
-            "K": self.k,
-            "V": self.v,
             "key_bits": absent if call.key_bits is None else call.key_bits.contiguous(),
             "key_lengths": absent if call.key_lengths is None else call.key_lengths.contiguous(),
             "seed": absent if call.seed is None else call.seed,
             "at": self._numbers() if placed else Numbers(*[absent] * 4),
-            "natural": abs(call.scale) or 1.0,
-            "c": (abs(call.scale) or 1.0) * LOG2_E,
             "dropout_scale": dropout_scale(call.dropout_p),
             "scale": call.scale * dropout_scale(call.dropout_p),
             "threshold": dropout_threshold(call.dropout_p),
-            "heads": self.heads,
-            "ratio": self.ratio,
-            "n_queries": self.n_queries,
-            "n_keys": self.n_keys,
             "start": index.start,
             "first_row": index.first_row,
             "n_rows": index.n_rows,

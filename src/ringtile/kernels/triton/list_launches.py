@@ -13,10 +13,9 @@ from ringtile.kernels.contracts import Lists, Rows
 from ringtile.kernels.spans import KERNEL, span
 from ringtile.kernels.triton import list_kernels
 from ringtile.kernels.triton.launches import (
-    LOG2_E,
     Choice,
     Launch,
-    allows_tf32,
+    Problem,
     launch_of,
     on_device,
     padded,
@@ -24,7 +23,6 @@ from ringtile.kernels.triton.launches import (
     stride_of,
 )
 from ringtile.kernels.triton.list_kernels import Constants
-from ringtile.kernels.triton.tiles import Strides
 from ringtile.kernels.triton.tuning import Config, list_configs
 
 _LEAST_BY_ENTRY = 16
@@ -45,15 +43,12 @@ def pieces_of(dim: int) -> tuple[int, int]:
     return (first, rest) if first >= 16 and rest < first else (padded(dim), 0)
 
 
-class ListJob:
-    """The values that the launches of one call share. The tensors have contiguous rows."""
+class ListJob(Problem):
+    """What the launches of a call over lists share."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> None:
-        self.q, self.k, self.v = q, k, v
+        super().__init__(q, k, v, scale)
         self.indices, block, limits = lists
-        self.batch, self.heads, self.n_queries, self.head_dim = q.shape
-        self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
-        self.ratio = self.heads // self.kv_heads
         # The first entry of a longer block holds every key.
         self.block = min(block, 1 << max(self.n_keys - 1, 0).bit_length())
         self.entries = -(-self.n_keys // self.block)
@@ -61,25 +56,13 @@ class ListJob:
         first, rest = pieces_of(self.head_dim)
         shared = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and self.value_dim == first
         self.constants = Constants(
-            D=self.head_dim, E=self.value_dim, DP=first, DR=rest, EP=padded(self.value_dim), BLOCK=self.block, BM=0,
-            BN=0, SIGN=(scale > 0) - (scale < 0), PRECISION="tf32" if allows_tf32(q) else "ieee", STAGES=1,
-            SHARED=shared, BY_ENTRY=self.block >= _LEAST_BY_ENTRY,
+            **self.compiled, DP=first, DR=rest, BLOCK=self.block, BM=0, BN=0, STAGES=1, SHARED=shared,
+            BY_ENTRY=self.block >= _LEAST_BY_ENTRY,
         )  # fmt: skip
-        self.strides = Strides(*map(stride_of, (q, k, v)))
-        self.values: dict[str, Any] = {
-            "Q": q,
-            "K": k,
-            "V": v,
+        self.values |= {
             "indices": self.indices,
             "limits": limits,
-            "natural": abs(scale) or 1.0,
-            "c": (abs(scale) or 1.0) * LOG2_E,
-            "scale": scale,
-            "heads": self.heads,
             "kv_heads": self.kv_heads,
-            "ratio": self.ratio,
-            "n_queries": self.n_queries,
-            "n_keys": self.n_keys,
             "length": self.length,
             "groups": self.groups,
             # If all batch elements have the same lists, the stride of that dimension is 0.

@@ -8,6 +8,10 @@ from pathlib import Path as _Path
 if _Path(_sys.argv[0]).stem == "ringtile" or (_sys.argv[0] == "-m" and "ringtile" in _sys.orig_argv):
     _warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
+from ringtile.functional import ByKey as ByKey
+from ringtile.functional import ByQuery as ByQuery
+from ringtile.functional import Grid as Grid
+from ringtile.functional import Relative as Relative
 from ringtile.functional import dilated_attention as dilated_attention
 from ringtile.functional import in_slices as in_slices
 from ringtile.functional import merge_attention as merge_attention

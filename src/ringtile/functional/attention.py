@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.functional.bias import Bias, dense_bias, terms_of
 from ringtile.functional.chosen import check_lists, lists_of
 from ringtile.functional.merge import merge_attention
 from ringtile.functional.tensors import check_plain as check_plain
 from ringtile.functional.tensors import is_real
 from ringtile.index import BlockIndex, build_index
+from ringtile.kernels.bias import Term, attend_biased
 from ringtile.kernels.chosen import attend_lists
 from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, accumulator, options_of, pack_keys
 from ringtile.kernels.operators import attention, is_unseen
@@ -24,7 +26,7 @@ from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
 from ringtile.kernels.reference import Options as ReferenceOptions
 from ringtile.kernels.reference import attention_reference
-from ringtile.kernels.select import NAMES, is_logged, select, select_lists
+from ringtile.kernels.select import NAMES, is_logged, select, select_biased, select_lists
 from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid
 from ringtile.patterns.chosen import Split, split
 from ringtile.patterns.neighborhood import token_order
@@ -45,6 +47,7 @@ class Keywords(SoftmaxOptions, total=False):
 
 class _Keywords(Keywords, RowOptions, total=False):
     start: int | None
+    bias: Bias | tuple[Bias, ...] | None
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -308,6 +311,7 @@ def _attend(
     start: int | None,
     enable_gqa: bool,
     backend: str | None,
+    bias: Bias | tuple[Bias, ...] | None,
     options: RowOptions,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments that no plan of a ``structure`` stands for, and compute attention without sinks."""
@@ -317,13 +321,16 @@ def _attend(
         query, key, value = checked_tensors(query, key, value, enable_gqa)
     n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
     check_options(query, key, backend=backend, **options)
-    if isinstance(pattern, Neighborhood) and not is_causal and start is None and options["alibi_slopes"] is None:
+    by_rule = bias is None and options["alibi_slopes"] is None
+    if isinstance(pattern, Neighborhood) and not is_causal and start is None and by_rule:
         tiled = pattern.in_tiles
         if tiled.tile != pattern.tile and query.shape[2] == n_keys == math.prod(pattern.size):
             return _attend_in_tiles(query, key, value, tiled, enable_gqa, backend, options)
     call = make_call(query, backend=backend, **options)
     # A pattern with a text has no lists.
     if isinstance(pattern, Pattern) and pattern.text is None and (found := split(rule_of(pattern, is_causal, start))):
+        if bias is not None:
+            raise ValueError("bias: not supported with Chosen lists")
         return _attend_chosen(query, key, value, found, start, enable_gqa, call, options)
     if plan is None:
         first, block, text, kept = _pairs_of(query, n_keys, pattern, is_causal, start, backend)
@@ -333,12 +340,16 @@ def _attend(
     call = call._replace(start=first, block=block, pattern=text, key_lengths=key_lengths)
     # A pattern with a text needs no index here: a backend may compute all pairs without one.
     index = kept if isinstance(kept, BlockIndex) else None
+    terms = None if bias is None else terms_of(bias, query, key, call, index)
     if backend == "reference":
         assert isinstance(kept, Pattern | BlockIndex)
-        return _by_reference(query, key, value, kept, key_mask, call)
+        return _by_reference(query, key, value, kept, key_mask, call, terms)
     tiles, bits = () if index is None else index.tensors(), None if key_mask is None else pack_keys(key_mask)
     call = call._replace(tiles=tiles, key_bits=bits)
     with without_autocast(query):
+        if terms is not None:
+            call = call._replace(backend=select_biased(query, key, value, call))
+            return attend_biased(query, key, value, terms, call)
         if plan is None or plan.prepared is None:
             call = call._replace(backend=select(query, key, value, call))
         else:
@@ -408,16 +419,24 @@ def _attend_chosen(
             return part
         # Both draw the same dropout.
         options = {**options, "seed": call.seed}
-        other = _attend(query, key, value, found.rest, None, False, start, enable_gqa, named, options)
+        other = _attend(query, key, value, found.rest, None, False, start, enable_gqa, named, None, options)
         out, lse = merge_attention(*zip(part, other, strict=True))
         return out, lse
 
 
 def _by_reference(
-    query: Tensor, key: Tensor, value: Tensor, kept: Pattern | BlockIndex, key_mask: Tensor | None, call: Call
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept: Pattern | BlockIndex,
+    key_mask: Tensor | None,
+    call: Call,
+    terms: list[Term] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the results of the reference in the dtypes of the other backends."""
-    shared = {name: getattr(call, name) for name in ReferenceOptions.__annotations__ if name in Call._fields}
+    shared: Any = {name: getattr(call, name) for name in ReferenceOptions.__annotations__ if name in Call._fields}
+    if terms is not None:
+        shared["bias"] = dense_bias(terms, query.shape[2], key.shape[2], call.start, call.scale)
     out, lse = attention_reference(query, key, value, kept, key_mask=key_mask, **shared)
     return out.to(query.dtype), lse if query.dtype == torch.float64 else lse.float()
 
@@ -476,6 +495,7 @@ def sparse_attention(
     sinks: Tensor | None = None,
     head_at: Tensor | None = None,
     batch_at: Tensor | None = None,
+    bias: Bias | tuple[Bias, ...] | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -513,6 +533,9 @@ def sparse_attention(
         head_at: ``[H]`` integers, the numbers of the heads in the whole problem, if the call holds some of its heads.
             Dropout depends on them. Default: 0, 1, ...
         batch_at: ``[B]`` integers, the same for the batch elements.
+        bias: What to add to the scores: a `Relative`, `Grid`, `ByQuery` or `ByKey`, or a tuple of them for their sum.
+            Their tensors get gradients, without second derivatives. Not available with ``softcap``, ``alibi_slopes``
+            and lists (`ringtile.patterns.Chosen`). "blockwise" and "reference" compute it.
         enable_gqa: Let H / Hkv query heads share each key head.
         return_lse: Also return the log-sum-exp (natural log).
         backend: "native" (CPU), "triton", "flash" or "fa4" (GPU), "dense", "blockwise" or "reference". Default: the
@@ -537,7 +560,7 @@ def sparse_attention(
     if not isinstance(pattern, BlockIndex):
         check_whole()
     structure = plan = None
-    if is_unseen(query, key, value) and not is_logged():
+    if bias is None and is_unseen(query, key, value) and not is_logged():
         query, key, value = _cast(query, key, value)
         has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
         # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
@@ -569,7 +592,7 @@ def sparse_attention(
             "head_at": head_at,
             "batch_at": batch_at,
         }
-        out, lse = _attend(query, key, value, pattern, structure, is_causal, start, enable_gqa, backend, options)
+        out, lse = _attend(query, key, value, pattern, structure, is_causal, start, enable_gqa, backend, bias, options)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

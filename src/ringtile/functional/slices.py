@@ -77,6 +77,8 @@ def _with_numbers(query: Tensor, options: dict[str, Any]) -> dict[str, Any]:
 def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> None:
     """Raise ValueError for sizes that slicing would hide."""
     checked_tensors(query, key, value, options.get("enable_gqa", False))
+    if options.get("bias") is not None:
+        raise ValueError("bias: not supported with in_slices")
     batch, heads = query.shape[:2]
     for name, size in (*((name, batch) for name in _OF_ROWS), *((name, heads) for name in _OF_HEADS)):
         given = options.get(name)

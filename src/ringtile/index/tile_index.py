@@ -48,10 +48,13 @@ class TileIndex:
         row_at: Tensor | None = None,
         col_at: Tensor | None = None,
     ) -> Self:
-        """Lay out entries and tiles ``[T, b, w]`` on a grid. The largest number in ``group`` counts the groups."""
+        """Lay out entries and tiles ``[T, b, w]`` on a grid. Groups count up to the last one in use or with a tile."""
         # Two tensors, because torch.compile does not trace one that comes twice.
         row_at, col_at = (group.new_empty(0) if at is None else at.int() for at in (row_at, col_at))
-        n_groups, (number, state) = int(group.max()) + 1, entries
+        number, state = entries
+        # Some heads of an index have the lists of all.
+        last = int(number.max()) // max(grid.n_rows * grid.n_cols, 1) if len(number) else 0
+        n_groups = max(int(group.max()), last) + 1
         # With 3 rows and 4 columns, number 17 is slot 4 and column 1, so row 1 of group 1 and column slot 5.
         slot = torch.floor_divide(number, max(grid.n_cols, 1))
         col = number - slot * grid.n_cols

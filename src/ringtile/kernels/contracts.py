@@ -93,6 +93,20 @@ class Lists(NamedTuple):
     """int32 ``[1 or B, Nq, 2]``, contiguous: key j counts only if ``limits[b, i, 0] <= j < limits[b, i, 1]``."""
 
 
+class Added(NamedTuple):
+    """Numbers that are added to the scores of query i and key j: ``values[b, h, i or 0, d]``, where d is the difference
+    ``key_at[j] - query_at[i]``, or the nearest place that exists."""
+
+    values: Tensor
+    """``[B, H, Nq or 1, R]`` in the dtype of the lse, with any strides and a contiguous last dimension."""
+    query_at: Tensor
+    """int32 ``[Nq]``."""
+    key_at: Tensor
+    """int32 ``[Nk]``."""
+    grad: Tensor | None = None
+    """Contiguous ``[B, H, Nq or 1, R]``: a backward pass adds the gradients of the values, in a fixed order."""
+
+
 class Masses(NamedTuple):
     """The arguments of `ringtile.kernels.masses.pooled_masses`, with queries and keys that record no gradient."""
 

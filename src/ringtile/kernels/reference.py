@@ -23,6 +23,7 @@ class Options(RowOptions, total=False):
     """Keyword arguments of the reference, for type checkers."""
 
     start: int | None
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,7 @@ class _Problem:
     sinks: Tensor | None = None
     head_at: Tensor | None = None
     batch_at: Tensor | None = None
+    bias: Tensor | None = None
 
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
@@ -74,6 +76,8 @@ class _Problem:
         dropout_scale(self.dropout_p)
         if self.dropout_p and self.seed is None:
             raise ValueError(f"seed: expected an int or one int64 element with dropout_p={self.dropout_p}, got None")
+        if self.bias is not None and torch.broadcast_shapes(self.bias.shape, shape := (*q.shape[:3], n_keys)) != shape:
+            raise ValueError(f"bias: expected a shape that broadcasts to {shape}, got {self.bias.shape}")
 
     def _check_pattern(self) -> None:
         batch, heads, n_queries, n_keys = *self.q.shape[:3], self.k.shape[2]
@@ -155,6 +159,9 @@ class _Problem:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.alibi_slopes is not None:
             scores = scores - self.alibi_slopes.double()[head] * (query_at - key_at).abs()
+        if self.bias is not None:
+            bias = self.bias.double().expand(len(self.q), self.q.shape[1], -1, -1)
+            scores = scores + bias[batch, head, rows[:, None], keys]
         # A row that keeps no keys gets finite scores, so its gradient is zero instead of NaN.
         scores = torch.where(row_kept, torch.where(kept, scores, -math.inf), 0.0)
         lse = scores.logsumexp(-1, keepdim=True)
@@ -193,7 +200,8 @@ def attention_reference(
         return_weights: Also return the weights that multiply ``v``, with dropout.
         options: As in `sparse_attention`. Query ``a`` is at position ``start + a``. ``start`` defaults to ``Nk - Nq``.
             Scores are ``scale * q @ k``, then ``softcap * tanh(scores / softcap)``, then less ``alibi_slopes[h] * |i -
-            j|``. ``sinks`` scale weights and output by ``sigmoid(lse - sink)``. The lse does not include them.
+            j|``, plus ``bias``, a tensor that broadcasts to ``[B, H, Nq, Nk]``. ``sinks`` scale weights and output by
+            ``sigmoid(lse - sink)``. The lse does not include them.
 
     Returns:
         The output ``[B, H, Nq, Dv]``, the natural-log lse ``[B, H, Nq]`` and, if requested, the weights

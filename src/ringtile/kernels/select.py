@@ -32,6 +32,9 @@ _BACKENDS: dict[str, Backend] = {
 LISTS: dict[str, ListsBackend] = {"native": native_lists, "triton": triton_lists, "blockwise": blockwise_lists}
 """What computes attention over lists of keys. The first that supports a call runs."""
 
+BIASED = ("blockwise",)
+"""Backends that add a bias to scores. The first that supports a call runs."""
+
 install(_BACKENDS, LISTS)
 tell_flop_counter()
 # `BlockIndex.restricted` is below the backends, so it has a hook for the library's way to copy lists.
@@ -90,6 +93,20 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
         if not reasons:
             return name
     raise AssertionError("blockwise serves every call")
+
+
+def select_biased(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+    """Return the backend of a call with a bias: the one it names, or the first without a reason against it.
+
+    Raises ValueError with all reasons if the named backend does not support the call.
+    """
+    for name in (call.backend,) if call.backend else BIASED:
+        reasons = _BACKENDS[name].unsupported(q, k, v, call) if name in BIASED else ["does not support bias"]
+        if not torch.compiler.is_compiling():
+            _logger.debug("bias by %s: %s", name, reasons or "taken")
+        if not reasons:
+            return name
+    raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
 
 
 def select_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> str:

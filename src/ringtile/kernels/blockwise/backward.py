@@ -11,7 +11,7 @@ from torch import Tensor
 from ringtile.index import BlockIndex
 from ringtile.kernels.blockwise.chunks import Part, Work, add, additive, queries_of, read, whole_mask, works, write
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
-from ringtile.kernels.contracts import Call, Rows, index_of
+from ringtile.kernels.contracts import Added, Call, Rows, index_of
 from ringtile.kernels.cpu_flash import flash_backward, split_scale, times
 
 
@@ -61,17 +61,19 @@ def _part_backward(work: Work, part: Part, rows: RowTiles, k: Tensor, v: Tensor)
         weights = found.weights(lse)
         grad_v = matmul_keys(found.dropped(weights), out_grad, heads)
         grad_weights = found.dropped(matmul(out_grad, v.mT))
-        grad_scores = found.through_softcap(weights * (grad_weights - rows.delta().unsqueeze(-1))) * scale
+        grad_scores = weights * (grad_weights - rows.delta().unsqueeze(-1))
+        work.add_grads(part, grad_scores)
+        grad_scores = found.through_softcap(grad_scores) * scale
         return matmul(grad_scores, k), matmul_keys(grad_scores, q, heads), grad_v
     mask = additive(work.keep(part), q.dtype)
     return flash_backward(out_grad, lse_grad, q, k, v, out, lse, scale=scale, mask=mask)
 
 
-def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call, added: Added | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
     q, k, v = rows.q, rows.k, rows.v
     index = index_of(call, q, k)
-    mask = whole_mask(index, q, call)
+    mask = None if added is not None else whole_mask(index, q, call)
     if mask is not None:
         factor, scale = split_scale(call.scale, q.dtype)
         whole = rows._replace(q=times(q, factor))
@@ -79,10 +81,10 @@ def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         return times(q_grad, factor).contiguous(), k_grad.contiguous(), v_grad.contiguous()
     q_grad = q.new_zeros(*q.shape[:2], index.n_rows * index.block, q.shape[3])
     k_grad, v_grad = key_results(index, rows.lse.dtype, k, v)
-    for work in works(index, q, k, v, call):
+    for work in works(index, q, k, v, call, added):
         tiles, keys, values = RowTiles.of(work, rows), work.columns(k), work.columns(v)
         q_rows, k_sum, v_sum = work.rows(q_grad), work.column_results(k_grad), work.column_results(v_grad)
-        for parts in work.chunks(0 if work.on_flash else 4):
+        for parts in work.chunks(work.matrices):
             mine = tiles.read(parts[0].rows, work.dtype)
             mine = mine._replace(q=times(mine.q, work.scale[0]))
             total = torch.zeros_like(mine.q)

@@ -19,7 +19,7 @@ from ringtile.index.block_index import BlockIndex
 from ringtile.index.schedule import derived
 from ringtile.index.tiles import FULL
 from ringtile.kernels.blockwise.plan import Launch, Plan, plan_of
-from ringtile.kernels.contracts import Call, accumulator, key_keep, settle_exponentials
+from ringtile.kernels.contracts import Added, Call, accumulator, key_keep, settle_exponentials
 from ringtile.kernels.cpu_flash import split_scale
 from ringtile.kernels.philox import dropout_scale, dropout_tile
 
@@ -108,11 +108,17 @@ class Work:
     batch: range
     heads: range
     kv_heads: range
+    added: Added | None
 
     @property
     def on_flash(self) -> bool:
         """True if PyTorch's flash kernel computes the call."""
-        return on_flash(self.device, self.call)
+        return self.added is None and on_flash(self.device, self.call)
+
+    @property
+    def matrices(self) -> int:
+        """The matrices of scores that a part of a pass needs at once."""
+        return 0 if self.on_flash else 4 if self.added is None else 10
 
     @property
     def scale(self) -> tuple[float, float]:
@@ -182,6 +188,44 @@ class Work:
         distance = (query.unsqueeze(-1) - key.unsqueeze(-2)).abs().unsqueeze(1)
         return distance * -slopes.view(1, -1, 1, 1)
 
+    def _added_at(self, part: Part) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the places of added numbers, which broadcast to ``[n, H, m, l]``, and which queries exist."""
+        assert self.added is not None
+        values, query_at, key_at, _ = self.added
+        index, inside = self.index, torch.arange(self.index.block, device=self.device)
+        row = (part.rows.to(self.device).unsqueeze(1) + index.first_row) * index.block + inside - index.start
+        # Places outside the lengths are those of any token.
+        query = row.clamp(0, index.n_queries - 1)
+        key = part.cols.to(self.device).unsqueeze(2) * index.block + inside
+        key = key.clamp_(max=index.n_keys - 1).flatten(1)
+        at = (
+            (key_at[key].unsqueeze(1) - query_at[query].unsqueeze(2)).clamp_(0, values.shape[3] - 1).long().unsqueeze(1)
+        )
+        batch, heads = (torch.tensor(numbers, device=self.device) for numbers in (self.batch, self.heads))
+        batch, heads = batch.repeat_interleave(len(self.heads)), heads.repeat(len(self.batch))
+        exists = (query == row)[:, None, :, None]
+        query = query[:, None, :, None] if values.shape[2] > 1 else query.new_zeros(())
+        return (batch.view(1, -1, 1, 1), heads.view(1, -1, 1, 1), query, at), exists
+
+    def added_numbers(self, part: Part) -> Tensor:
+        """Return what is added to the scores of a part, 0 for queries that do not exist."""
+        assert self.added is not None
+        places, exists = self._added_at(part)
+        return self.added.values[places].masked_fill_(~exists, 0)
+
+    def add_grads(self, part: Part, grads: Tensor) -> None:
+        """Add the gradients of a part's scores to those of the added numbers."""
+        if self.added is None or self.added.grad is None:
+            return
+        to = self.added.grad
+        places = sum(at * step for at, step in zip(self._added_at(part)[0], to.stride(), strict=True))
+        assert isinstance(places, Tensor)
+        places, flat = places.expand(grads.shape).flatten(), to.view(-1)
+        if flat.is_cpu:
+            flat.index_add_(0, places, grads.flatten())
+        else:
+            flat.index_put_((places,), grads.flatten(), True)
+
     def dropout(self, query: Tensor, tiles: Tensor) -> Tensor:
         """Return dropout's factors of the weights ``[n, H, m, K * block]``. ``tiles`` are first key positions."""
         call = self.call
@@ -202,7 +246,7 @@ def queries_of(index: BlockIndex, x: Tensor) -> Tensor:
     return x[:, :, lead : lead + index.n_queries]
 
 
-def works(index: BlockIndex, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Work]:
+def works(index: BlockIndex, q: Tensor, k: Tensor, v: Tensor, call: Call, added: Added | None = None) -> Iterator[Work]:
     """Cut a call by group: batch elements together if all heads have one group, otherwise head by head."""
     settle_exponentials()
     n_batch, n_heads, n_kv = *q.shape[:2], k.shape[1]
@@ -217,12 +261,12 @@ def works(index: BlockIndex, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Ite
         step = max(1, _HEADS // n_kv) if kept is None else 1
         for b in range(0, n_batch, step):
             batch = range(b, min(b + step, n_batch))
-            yield Work(*shared, int(group[0, 0]), batch, range(n_heads), range(n_kv))
+            yield Work(*shared, int(group[0, 0]), batch, range(n_heads), range(n_kv), added)
         return
     for b, row in enumerate(group.tolist()):
         for h, number in enumerate(row):
             kv = h * n_kv // n_heads
-            yield Work(*shared, number, range(b, b + 1), range(h, h + 1), range(kv, kv + 1))
+            yield Work(*shared, number, range(b, b + 1), range(h, h + 1), range(kv, kv + 1), added)
 
 
 def additive(keep: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringtile.kernels.blockwise.chunks import Part, Work, additive, queries_of, read, whole_mask, works, write
 from ringtile.kernels.blockwise.scores import masked_scores, matmul
-from ringtile.kernels.contracts import Call, accumulator, as_new_out, index_of, merge_into
+from ringtile.kernels.contracts import Added, Call, accumulator, as_new_out, index_of, merge_into
 from ringtile.kernels.cpu_flash import flash_forward, split_scale, times
 
 
@@ -27,10 +27,10 @@ def _part_forward(work: Work, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tu
     return out, lse
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, added: Added | None = None) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` (float32, float64 for float64)."""
     index = index_of(call, q, k)
-    mask = whole_mask(index, q, call)
+    mask = None if added is not None else whole_mask(index, q, call)
     if mask is not None:
         factor, scale = split_scale(call.scale, q.dtype)
         whole, whole_lse = flash_forward(times(q, factor), k, v, scale=scale, mask=mask)
@@ -38,10 +38,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     size = *q.shape[:2], index.n_rows * index.block
     # Rows without tiles stay as they are here.
     out, lse = q.new_zeros(*size, v.shape[-1]), q.new_full(size, -math.inf, dtype=accumulator(q))
-    for work in works(index, q, k, v, call):
+    for work in works(index, q, k, v, call, added):
         queries, keys, values = work.rows(q), work.columns(k), work.columns(v)
         out_rows, lse_rows = work.rows(out), work.rows(lse)
-        for parts in work.chunks(0 if work.on_flash else 4):
+        for parts in work.chunks(work.matrices):
             rows = parts[0].rows
             q_rows = times(read(queries, rows.unsqueeze(1)).to(work.dtype), work.scale[0])
             total: tuple[Tensor, Tensor] | None = None

@@ -58,6 +58,8 @@ def masked_scores(work: Work, part: Part, q: Tensor, k: Tensor) -> Scores:
         scores = capped * call.softcap
     if call.alibi_slopes is not None:
         scores = scores + work.bias(*work.positions(part))
+    if work.added is not None:
+        scores = scores + work.added_numbers(part)
     if call.dropout_p:
         dropout = work.dropout(*work.positions(part))
     keep = work.keep(part)

@@ -1,0 +1,437 @@
+"""Attention with a bias of its scores: the operators, their autograd, and pieces of bounded memory.
+
+A kernel adds numbers from memory to its scores, see `Added`. One table per head is read where it is. Everything else is
+computed piece by piece: some rows, and the keys that they can meet. The backward pass computes the numbers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from ringtile.index import BlockIndex
+from ringtile.index.schedule import derived
+from ringtile.kernels.contracts import (
+    OPTIONAL,
+    ROW_NAMES,
+    Added,
+    Call,
+    Rows,
+    accumulator,
+    backend_of,
+    check_memory,
+    index_of,
+    new_out,
+    options_of,
+)
+from ringtile.kernels.operators import apart, is_differentiated, library, schema, with_tensors
+from ringtile.kernels.plans import prepared_of
+
+_BYTES = 1 << 25
+"""Most bytes of the numbers of a piece, and as many for their gradients, unless those of one row tile are more."""
+
+_BIAS = f"Tensor[] biases, SymInt[] spec, {schema(Call)}"
+library.define(f"forward_biased(Tensor q, Tensor k, Tensor v, {_BIAS}) -> (Tensor, Tensor)")
+library.define(f"backward_biased({schema(Rows)}, {_BIAS}) -> (Tensor, Tensor, Tensor, Tensor[])")
+FORWARD_BIASED, BACKWARD_BIASED = torch.ops.ringtile.forward_biased, torch.ops.ringtile.backward_biased
+
+
+class Term(NamedTuple):
+    """Numbers by distance: ``table[h, d]``, or with ``of`` its products with queries or keys, times the scale."""
+
+    table: Tensor
+    """``[H or 1, R]`` or ``[H or 1, R, D']``."""
+    offset: int = 0
+    """Distance ``j - i`` reads place ``j - i + offset``, or the nearest that exists."""
+    shape: tuple[int, ...] = ()
+    """If not empty, tokens of a grid: the distance is that of their coordinates, and the table has an axis for each."""
+    of: Tensor | None = None
+    """``[B, H, Nq, D']``, or ``[B, H, Nk, D']`` if ``by_key``."""
+    by_key: bool = False
+
+    @property
+    def spec(self) -> list[int]:
+        """What is no tensor, as numbers."""
+        return [0 if self.of is None else 1 + self.by_key, self.offset, len(self.shape), *self.shape]
+
+
+def _terms(tensors: Sequence[Tensor], spec: Sequence[int]) -> list[Term]:
+    """Return the terms of an operator's arguments: the table of each, then what it multiplies."""
+    found, left, numbers = [], list(tensors), list(spec)
+    while numbers:
+        kind, offset, axes = numbers[:3]
+        table, of = left.pop(0), left.pop(0) if kind else None
+        found.append(Term(table, offset, tuple(numbers[3 : 3 + axes]), of, kind == 2))
+        del numbers[: 3 + axes]
+    return found
+
+
+def _places(term: Term, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return places of all queries and keys, whose difference is the place in a table without axes."""
+    query_at, key_at = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    query_at += call.start
+    if not term.shape:
+        return query_at - term.offset, key_at
+    # Row-major numbers of the tokens in a grid as large as the table: their differences are those of coordinates.
+    linear = torch.zeros(1, dtype=torch.int64, device=key_at.device)
+    for size in term.shape:
+        linear = (linear.unsqueeze(1) * (2 * size - 1) + torch.arange(size, device=key_at.device)).flatten()
+    return linear[query_at] - linear[-1], linear[key_at]
+
+
+class _Piece(NamedTuple):
+    """Rows of queries, and the keys that they can meet."""
+
+    rows: slice
+    keys: slice
+    tiles: BlockIndex
+
+
+def _row_pieces(index: BlockIndex, room: int) -> list[_Piece]:
+    """Cut an index into pieces of at most ``room`` pairs, unless those of one row tile are more."""
+    block, n_rows, n_cols, found = index.block, index.n_rows, index.n_cols, list[_Piece]()
+    slot, col = index.slot_and_col(index.entries().number)
+    ends = [torch.full((n_rows,), n_cols, device=index.device), torch.zeros(n_rows, dtype=torch.int64)]
+    row = slot % max(n_rows, 1)
+    low = ends[0].scatter_reduce_(0, row, col, "amin").tolist()
+    high = ends[1].to(index.device).scatter_reduce_(0, row, col + 1, "amax").tolist()
+    begin = 0
+    while begin < n_rows:
+        first, last, end = low[begin], high[begin], begin + 1
+        while end < n_rows:
+            a, b = min(first, low[end]), max(last, high[end])
+            count, reach = (end + 1 - begin) * block, max(b - a, 0) * block
+            # More rows meet more distances, each of which is computed for all of them.
+            if count > max(2 * block, reach // 4) or count * (count + reach) > room:
+                break
+            first, last, end = a, b, end + 1
+        if first < last:
+            place = (index.first_row + begin) * block - index.start
+            rows = slice(max(place, 0), min(place + (end - begin) * block, index.n_queries))
+            tiles = (torch.arange(a, b, device=index.device) for a, b in ((begin, end), (first, last)))
+            found.append(_Piece(rows, slice(first * block, min(last * block, index.n_keys)), index.remapped(*tiles)))
+        begin = end
+    return found
+
+
+class _Cut(NamedTuple):
+    """A piece of some batch elements and heads, with the call over it."""
+
+    rows: tuple[slice, slice, slice]
+    """Places in ``[B, H, Nq, ...]``."""
+    keys: tuple[slice, slice, slice]
+    """Places in ``[B, Hkv, Nk, ...]``."""
+    call: Call
+    places: list[tuple[Tensor, Tensor]]
+    """Of all queries and keys, for each term."""
+    distance: int
+    """From the first query to the first key."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch elements, heads, queries and keys."""
+        batch, heads, rows = (x.stop - x.start for x in self.rows)
+        return batch, heads, rows, self.keys[2].stop - self.keys[2].start
+
+
+def _cuts(q: Tensor, k: Tensor, terms: Sequence[Term], call: Call) -> Iterator[_Cut]:
+    """Cut a call in an order that depends on shapes and pairs alone."""
+    (batch, heads), (key_heads, n_keys) = q.shape[:2], k.shape[1:3]
+    index, ratio, most = index_of(call, q, k), heads // key_heads, _BYTES // accumulator(q).itemsize
+    # If the pairs of a row tile are too many for all heads, some heads at a time.
+    widest = index.block * (index.block + n_keys)
+    together = min(heads, max(most // widest // ratio, 1) * ratio)
+    pieces = derived(index, _row_pieces, most // together, lengths=True)
+    largest = max([(p.rows.stop - p.rows.start) * (p.keys.stop - p.keys.start) for p in pieces], default=1)
+    several = max(most // (heads * largest), 1) if together == heads else 1
+    places = [_places(term, q, k, call) for term in terms]
+    batch_at, head_at = call.batch_at, call.head_at
+    if call.dropout_p:
+        batch_at = torch.arange(batch, device=q.device) if batch_at is None else batch_at
+        head_at = torch.arange(heads, device=q.device) if head_at is None else head_at
+    for b in range(0, batch, several):
+        for h in range(0, heads, together):
+            some, mine = slice(b, min(b + several, batch)), slice(h, min(h + together, heads))
+            for rows, keys, part in pieces:
+                tiles, bits, lengths = part.tensors(), call.key_bits, call.key_lengths
+                # Values that kernels derive from an index need the same tensors at each call.
+                if len(tiles[0]) > 1:
+                    tiles[0] = tiles[0][some]
+                if tiles[0].shape[1] > 1:
+                    tiles[0] = tiles[0][:, mine].contiguous()
+                own = call._replace(
+                    start=part.start,
+                    tiles=tiles,
+                    pattern="",
+                    key_bits=None if bits is None else bits[some, keys.start // 32 : -(-keys.stop // 32)],
+                    key_lengths=None
+                    if lengths is None
+                    else (lengths[some] - keys.start).clamp(0, keys.stop - keys.start),
+                    batch_at=None if batch_at is None else batch_at[some],
+                    head_at=None if head_at is None else head_at[mine],
+                )
+                of_keys = some, slice(mine.start // ratio, -(-mine.stop // ratio)), keys
+                yield _Cut((some, mine, rows), of_keys, own, places, keys.start - call.start - rows.start)
+
+
+def _slanted(x: Tensor, width: int) -> Tensor:
+    """Return the view ``[..., i, j] = x[..., i, j - i + n - 1]`` of contiguous ``[..., n, width + n - 1]``."""
+    count, step = x.shape[-2:]
+    strides = *x.stride()[:-2], step - 1, 1
+    return x.as_strided((*x.shape[:-1], width), strides, x.storage_offset() + count - 1)
+
+
+class _Products(NamedTuple):
+    """The products of a term with a run of distances: of the queries of a cut, or of some of its keys."""
+
+    term: Term
+    at: tuple[slice, slice, slice]
+    """Of the rows that are multiplied, ``[b, h, n, D']``."""
+    first: int
+    """Place of the least distance, which may not exist."""
+    width: int
+    """Tokens of the other side."""
+
+    def operands(self, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the rows, times the scale, and the distances ``[h or 1, n + width - 1, D']``."""
+        table, of = self.term.table, self.term.of
+        assert of is not None
+        rows = of[self.at].to(dtype) * scale
+        places = torch.arange(self.first, self.first + rows.shape[2] + self.width - 1, device=table.device)
+        places = places.clamp_(0, table.shape[1] - 1)
+        # Seen from a key, a later query is nearer.
+        places = places.flip(0) if self.term.by_key else places
+        return rows, self.mine(table).index_select(1, places).to(dtype)
+
+    def mine(self, table: Tensor) -> Tensor:
+        """Return the heads of a table."""
+        return table if len(table) == 1 else table[self.at[1]]
+
+    def numbers(self, dtype: torch.dtype, scale: float) -> Tensor:
+        """Return the products by pairs ``[b, h, n, width]``, a view of those by distance."""
+        rows, table = self.operands(dtype, scale)
+        return _slanted((rows @ table.mT).contiguous(), self.width)
+
+    def add_grads(self, grad: Tensor, scale: float, table_grad: Tensor, of_grad: Tensor) -> None:
+        """Add the gradients of the table and of the rows from those of the products."""
+        rows, table = self.operands(grad.dtype, scale)
+        by_distance = grad.new_zeros(*rows.shape[:3], table.shape[1])
+        _slanted(by_distance, self.width).copy_(grad)
+        # What no pair reads can be a NaN, and so is its product with a zero.
+        used = by_distance != 0
+        rows = rows.masked_fill(~used.any(3, keepdim=True), 0)
+        read = used.any(2).any(0)
+        read = read.any(0, keepdim=True) if len(table) == 1 else read
+        table = table.masked_fill(~read.unsqueeze(2), 0)
+        of_grad[self.at] += (by_distance @ table).mul_(scale)
+        more, size = (by_distance.mT @ rows).sum(0), table_grad.shape[1]
+        more = more.sum(0, keepdim=True) if len(table) == 1 else more
+        more = more.flip(1) if self.term.by_key else more
+        # Distances beyond an end belong to it.
+        low, high = (min(max(x, 0), more.shape[1]) for x in (-self.first, size - self.first))
+        total = self.mine(table_grad)
+        total[:, low + self.first : high + self.first] += more[:, low:high]
+        total[:, 0] += more[:, :low].sum(1)
+        total[:, -1] += more[:, high:].sum(1)
+
+
+def _products(cut: _Cut, term: Term) -> Iterator[tuple[slice, _Products]]:
+    """Yield the products of a term, with the keys of the cut that they are for."""
+    (batch, heads, rows), keys, (_, _, n_rows, n_keys) = cut.rows, cut.keys[2], cut.shape
+    first = cut.distance + term.offset - n_rows + 1
+    if not term.by_key:
+        yield slice(0, n_keys), _Products(term, (batch, heads, rows), first, n_keys)
+        return
+    for begin in range(0, n_keys, n_rows):
+        end = min(begin + n_rows, n_keys)
+        at = batch, heads, slice(keys.start + begin, keys.start + end)
+        yield slice(begin, end), _Products(term, at, first + begin, n_rows)
+
+
+def _pairs_of_table(cut: _Cut, number: int, term: Term) -> Tensor:
+    """Return the place in the table of each pair of a cut ``[n, width]``."""
+    query_at, key_at = cut.places[number]
+    return (key_at[cut.keys[2]] - query_at[cut.rows[2], None]).clamp(0, term.table.flatten(1).shape[1] - 1)
+
+
+def _added(cut: _Cut, terms: Sequence[Term], dtype: torch.dtype) -> Added:
+    """Return the sum of all terms of a cut, by pairs."""
+    total: Tensor | None = None
+    for number, term in enumerate(terms):
+        if term.of is None:
+            table = term.table.flatten(1)
+            table = (table if len(table) == 1 else table[cut.rows[1]]).to(dtype)
+            values = embedding(_pairs_of_table(cut, number, term), table.mT).permute(2, 0, 1).unsqueeze(0)
+        else:
+            parts = [x.numbers(dtype, cut.call.scale) for _, x in _products(cut, term)]
+            values = torch.cat([x.mT for x in parts], 3) if term.by_key else parts[0]
+        total = values if total is None else total + values
+    assert total is not None
+    total = (total if total.stride(3) == 1 else total.contiguous()).expand(cut.shape)
+    key_at = torch.arange(cut.shape[3], dtype=torch.int32, device=total.device)
+    query_at = torch.zeros(cut.shape[2], dtype=torch.int32, device=total.device)
+    return Added(total, query_at, key_at)
+
+
+def _add_grads(cut: _Cut, terms: Sequence[Term], grad: Tensor, totals: Sequence[Tensor]) -> None:
+    """Add the gradients of all terms from those of the numbers of a cut. Totals are in the order of `_terms`."""
+    place = 0
+    for number, term in enumerate(terms):
+        if term.of is None:
+            table = totals[place].flatten(1)
+            mine, at = table if len(table) == 1 else table[cut.rows[1]], _pairs_of_table(cut, number, term)
+            summed = (grad.sum(1, keepdim=True) if len(table) == 1 else grad).sum(0)
+            mine += torch.ops.aten.embedding_dense_backward(summed.permute(1, 2, 0), at, table.shape[1], -1, False).mT
+        else:
+            for keys, x in _products(cut, term):
+                own = grad[..., keys]
+                x.add_grads(own.mT if term.by_key else own, cut.call.scale, totals[place], totals[place + 1])
+        place += 1 if term.of is None else 2
+
+
+def _whole(term: Term, q: Tensor, k: Tensor, call: Call) -> Added:
+    """Return the numbers of a table, for all pairs of a call."""
+    query_at, key_at = (x.int().contiguous() for x in _places(term, q, k, call))
+    values = term.table.flatten(1).to(accumulator(q)).contiguous().unsqueeze(1)
+    return Added(values.expand(*q.shape[:2], -1, -1), query_at, key_at)
+
+
+def _is_whole(terms: Sequence[Term]) -> bool:
+    return len(terms) == 1 and terms[0].of is None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor], spec: Sequence[int], *rest: Any
+) -> tuple[Tensor, Tensor]:
+    call, terms, wide = Call(*rest), _terms(biases, spec), accumulator(q)
+    check_memory(("query", "key", "value", *OPTIONAL), (q, k, v, *options_of(call)))
+    check_memory(("bias",) * len(biases), biases)
+    compute = backend_of(call.backend).forward
+    if _is_whole(terms):
+        found: tuple[Tensor, Tensor] = compute(
+            q, k, v, call, *prepared_of(q, k, v, call), added=_whole(terms[0], q, k, call)
+        )
+        return found
+    out, lse = new_out(q, v.shape[3]).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    for cut in _cuts(q, k, terms, call):
+        # In half precision, the gradients of keys would be rounded once per piece.
+        tensors = q[cut.rows].to(wide), k[cut.keys].to(wide), v[cut.keys].to(wide)
+        out[cut.rows], lse[cut.rows] = compute(*tensors, cut.call, added=_added(cut, terms, wide))
+    return out, lse
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    rows, biases, call = Rows(*arguments[:7]), arguments[7], Call(*arguments[9:])
+    check_memory((*ROW_NAMES, *OPTIONAL), (*rows, *options_of(call)))
+    check_memory(("bias",) * len(biases), biases)
+    (q, k, v), terms, wide = rows[2:5], _terms(biases, arguments[8]), accumulator(rows.q)
+    compute = backend_of(call.backend).backward
+    if _is_whole(terms):
+        added = _whole(terms[0], q, k, call)
+        grad = torch.zeros(added.values.shape, dtype=wide, device=q.device)
+        grads = compute(rows, call, *prepared_of(q, k, v, call), added=added._replace(grad=grad))
+        by_head = grad.squeeze(2).sum(0)
+        by_head = by_head.sum(0, keepdim=True) if len(biases[0]) == 1 else by_head
+        return *grads, [by_head.view(biases[0].shape).to(biases[0].dtype)]
+    sums, totals = ([torch.zeros(x.shape, dtype=wide, device=q.device) for x in each] for each in ((q, k, v), biases))
+    for cut in _cuts(q, k, terms, call):
+        at = cut.rows, cut.rows, cut.rows, cut.keys, cut.keys, cut.rows, cut.rows
+        part = Rows._make(None if x is None else x[place].to(wide) for x, place in zip(rows, at, strict=True))
+        added = _added(cut, terms, wide)
+        grad = torch.zeros(cut.shape, dtype=wide, device=q.device)
+        found = compute(part, cut.call, added=added._replace(grad=grad))
+        for total, place, more in zip(sums, at[2:5], found, strict=True):
+            total[place] += more
+        _add_grads(cut, terms, grad, totals)
+    q_grad, k_grad, v_grad = (x.to(q.dtype) for x in sums)
+    return q_grad, k_grad, v_grad, [x.to(of.dtype) for x, of in zip(totals, biases, strict=True)]
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
+
+
+def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
+    return *(x.new_empty(x.shape) for x in arguments[2:5]), [x.new_empty(x.shape) for x in arguments[7]]
+
+
+for _name, _implementation, _fake in (
+    ("forward_biased", _forward, _fake_forward),
+    ("backward_biased", _backward, _fake_backward),
+):
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
+
+
+def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    rows, (spec, n_biases, call), tensors = arguments[:7], arguments[7:10], arguments[10:]
+    with torch.autocast(rows[2].device.type, enabled=False):
+        *grads, more = BACKWARD_BIASED(*rows, tensors[:n_biases], spec, *with_tensors(call, *tensors[n_biases:]))
+    return *grads, *more
+
+
+class _Backward(torch.autograd.Function):
+    """The backward operator, which has no derivative."""
+
+    forward = staticmethod(_differentiate)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> None:
+        raise NotImplementedError("attention with a bias has no second derivative; with backend='reference' it has")
+
+
+class _Attention(torch.autograd.Function):
+    """The forward operator with its gradients. It composes with grad and compile."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        (q, k, v, spec, n_biases, call), tensors = arguments[:6], arguments[6:]
+        call = with_tensors(call, *tensors[n_biases:])
+        found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, tensors[:n_biases], spec, *call)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.rest, ctx.n_tensors = inputs[3:6], len(inputs) - 6
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[6:])
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        spec, n_biases, call = ctx.rest
+        n_tensors: int = ctx.n_tensors
+        if out_grad is None:
+            if lse_grad is None:
+                return (None,) * (6 + n_tensors)
+            out_grad = torch.zeros_like(out)
+        rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
+        grads: tuple[Tensor, ...]
+        if torch.compiler.is_compiling() or not is_differentiated(*rows):
+            grads = _differentiate(*rows, spec, n_biases, call, *tensors)
+        else:
+            grads = _Backward.apply(*rows, spec, n_biases, call, *tensors)  # type: ignore[no-untyped-call]
+        return (*grads[:3], None, None, None, *grads[3:], *(None for _ in range(n_tensors - n_biases)))
+
+
+def attend_biased(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Term], call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output and lse of a call with a bias, differentiable in all tensors. The call names its backend."""
+    biases = [x for term in terms for x in (term.table, term.of) if x is not None]
+    spec = [number for term in terms for number in term.spec]
+    if torch.compiler.is_compiling():
+        # Dynamo does not pass a tensor twice to a function with a derivative of its own.
+        biases = [x.view_as(x) for x in biases]
+    if not is_differentiated(q, k, v, *biases):
+        found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, biases, spec, *call)
+        return found
+    plain, *tensors = apart(call)
+    out, lse = _Attention.apply(q, k, v, spec, len(biases), plain, *biases, *tensors)  # type: ignore[no-untyped-call]
+    return out, lse

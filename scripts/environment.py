@@ -23,7 +23,7 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 TOOLS = {
     "plot": "matplotlib with numpy and pillow, about 40 MB",
     "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, pytorch-lightning, transformers, diffusers,\n"
-    "matplotlib, about 140 MB, and triton, about 190 MB",
+    "sentence-transformers with scipy, matplotlib, about 190 MB, and triton, about 190 MB",
 }
 
 PROBE = """

@@ -7,6 +7,8 @@ import importlib
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -28,6 +30,7 @@ MODULES = [
     )
 ]
 MODULES.remove("ringtile.__main__")
+SPELLED = (".md", ".ipynb", ".py", ".cpp", ".h", ".toml", ".yml")
 PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md")))]
 
 
@@ -85,6 +88,25 @@ def test_readme_links_lead_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", README)
     assert {"docs/from-dilated-attention-pytorch.md", "docs/who-should-not.md", "docs/assets/speed.png"} <= set(links)
     assert [link for link in links if not link.startswith("https:") and not (ROOT / link).is_file()] == []
+
+
+def test_links_of_every_page_in_the_root_lead_to_files() -> None:
+    for page in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8"))
+        assert [link for link in links if not link.startswith("https:") and not (ROOT / link).is_file()] == [], page
+
+
+def test_spelling(tmp_path: Path) -> None:
+    pytest.importorskip("codespell_lib", reason="codespell is not installed: the dev extra has it")
+    folders = ("docs", "src", "compat", "scripts", "examples", "native", ".github")
+    texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SPELLED]
+    texts += [path for path in ROOT.iterdir() if path.suffix in (".md", ".cff", ".toml", ".yml")]
+    wrong = tmp_path / "wrong.md"
+    wrong.write_text("A sentance.\n")
+    command = [sys.executable, "-m", "codespell_lib", "--toml", str(ROOT / "pyproject.toml"), *map(str, texts)]
+    done = subprocess.run([*command, str(wrong)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{wrong}:1: sentance ==> sentence\n", done.stdout + done.stderr
+    assert len(texts) > 300
 
 
 def test_no_page_installs_ringtile_from_an_index() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -170,18 +169,10 @@ def _pairs(index: BlockIndex, reference: BlockIndex | Pattern | None, queries: T
     position, key = (index.start + queries).unsqueeze(1), torch.arange(index.n_keys, device=index.device)
     heads = index.group.shape[1] if reference is None or reference.num_heads is None else reference.num_heads
     head = torch.arange(heads, device=index.device)[:, None, None]
-    return torch.stack(
-        [rule.allowed(head, position, key).expand(heads, len(queries), -1) for rule in _rules(index, reference)]
-    )
-
-
-def _rules(index: BlockIndex, reference: Pattern | None) -> Iterator[Pattern]:
-    if reference is None:
-        yield from index.envelopes
-    elif reference.batch_size is None:
-        yield reference
-    else:
-        yield from map(reference.batch_row, range(reference.batch_size))
+    rules = index.envelopes
+    if reference is not None:
+        rules = tuple(reference.batch_row(b) for b in range(reference.batch_size or 1))
+    return torch.stack([rule.allowed(head, position, key).expand(heads, len(queries), -1) for rule in rules])
 
 
 def _interval(count: Tensor, total: Tensor, confidence: float) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,8 @@ class AdaptiveCache(LayerCache):
         """Return the index of the queries of a grid."""
         least = self.choice.min_length
         if self.choice.scores.per_token:
-            keep = self._keep_of_tokens(query, seen, mask, grid)
+            view = replace(self._view(query, seen, mask), known=self._grown(seen, grid))
+            keep = self._chosen(view, view.base.row_of(torch.arange(grid.n_queries, device=query.device)))
         else:
             last, follows = self.index, grid.start % grid.block != 0 and grid.start >= least
             if last is not None and follows and last.n_rows == grid.n_rows == 1:
@@ -99,10 +100,6 @@ class AdaptiveCache(LayerCache):
         keep = torch.cat(parts, 2)
         self._open = keep[:, :, -1:].clone()
         return keep
-
-    def _keep_of_tokens(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
-        view = replace(self._view(query, seen, mask), known=self._grown(seen, grid))
-        return self._chosen(view, view.base.row_of(torch.arange(grid.n_queries, device=query.device)))
 
     def _chosen(self, view: View, row: Tensor) -> Tensor:
         """Return the tiles that the budget keeps in rows of the row tiles ``row``."""

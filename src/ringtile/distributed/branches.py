@@ -128,13 +128,6 @@ class _Runs(NamedTuple):
     """Number of the first token among its rank's own."""
 
 
-def _runs_of(layout: Layout) -> _Runs:
-    every = sorted(
-        (begin, end, rank, place) for rank, runs in enumerate(layout.runs) for (begin, end), place in with_starts(runs)
-    )
-    return _Runs(*torch.tensor(every).T.contiguous())
-
-
 class _Cells(NamedTuple):
     """Runs cut by the segments of a branch: the tokens of a run in a segment. Tensors ``[C]`` and ``[C, offsets]``."""
 
@@ -198,7 +191,8 @@ def make_branch_plan(
     device: torch.device | str = "cpu",
 ) -> BranchPlan:
     """Plan one rank's part of LongNet, cached. ``by_offset``: problems have heads of one offset, as key masks need."""
-    runs, n_tokens, size = _runs_of(layout), layout.n_tokens, layout.size(rank)
+    every = sorted((*run, owner, place) for owner, held in enumerate(layout.runs) for run, place in with_starts(held))
+    runs, n_tokens, size = _Runs(*torch.tensor(every).T.contiguous()), layout.n_tokens, layout.size(rank)
     n_offsets = [min(shape.dilation, shape.length, num_heads) for shape in shapes]
     _check_cells(runs, shapes, n_offsets)
     readers = [_readers(*each, num_heads, num_kv_heads) for each in zip(shapes, n_offsets, strict=True)]

@@ -133,7 +133,8 @@ class Exchange(Lockstep):
         n_ranks = plan.layout.n_ranks
         self._owners = [owner for number in range(per_node) for owner in range(number, n_ranks, per_node)]
         by_rank = [plan.tokens_hot[number::per_node] for number in range(per_node)]
-        self._outer = Broadcast(by_rank[relays.number], relays.node, outer, n_waits=relays.most_broadcasts)
+        most = max(sum(tokens > 0 for tokens in of_number) for of_number in by_rank)
+        self._outer = Broadcast(by_rank[relays.number], relays.node, outer, n_waits=most)
         self._inner = Broadcast(list(map(sum, by_rank)), relays.number, inner)
 
     def sizes(self, xs: Tensors) -> list[int]:
@@ -344,16 +345,11 @@ def _fake_start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) 
     return k.new_empty(sum(by_number[number].sizes((k, v)))), torch.empty(1, dtype=torch.int64)
 
 
-def _fake_cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(*x.shape[:2], by_number[number].plan.n_buffer, x.shape[3]) for x in (k, v))
-
-
-def _fake_reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(*x.shape[:2], by_number[number].plan.n_tokens, x.shape[3]) for x in (k_grad, v_grad))
-
-
-def _fake_cast_bits(keep: Tensor, number: int) -> Tensor:
-    return keep.new_empty(keep.shape[0], by_number[number].plan.n_buffer)
+def _fake_moved(k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """Return empty buffers, or gradients of own tokens if there is nothing but the number behind the tensors."""
+    plan = by_number[others[-1]].plan
+    count = plan.n_tokens if len(others) == 1 else plan.n_buffer
+    return tuple(x.new_empty(*x.shape[:2], count, x.shape[3]) for x in (k, v))
 
 
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -373,11 +369,11 @@ def _reduce_backward(ctx: Any, k_cot: Tensor, v_cot: Tensor) -> tuple[Tensor | N
 
 for _name, _implementation, _fake in (
     ("cast_start", _start, _fake_start),
-    ("group_cast", _cast, _fake_cast),
-    ("cast_hot", _cast_hot, _fake_cast),
+    ("group_cast", _cast, _fake_moved),
+    ("cast_hot", _cast_hot, _fake_moved),
     ("cast_cold", _cast_cold, lambda *tensors_and_number: None),
-    ("group_reduce", _reduce, _fake_reduce),
-    ("cast_bits", _cast_bits, _fake_cast_bits),
+    ("group_reduce", _reduce, _fake_moved),
+    ("cast_bits", _cast_bits, lambda keep, number: keep.new_empty(len(keep), by_number[number].plan.n_buffer)),
 ):
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
@@ -396,12 +392,8 @@ def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     return grad, [torch.ops.ringtile.tied(torch.zeros_like(x), [grad, *others]) for x in others]
 
 
-def _tied(x: Tensor, others: list[Tensor]) -> Tensor:
-    return x.clone()
-
-
-library.impl("tied", _tied, "CompositeExplicitAutograd")
-torch.library.register_fake("ringtile::tied", _tied, lib=library)
+library.impl("tied", lambda x, others: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("ringtile::tied", lambda x, others: x.clone(), lib=library)
 torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=_keep_others, lib=library)
 
 

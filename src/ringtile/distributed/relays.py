@@ -60,12 +60,6 @@ class Relays:
         return tuple(tuple(run for owner in same for run in received[owner]) for same in owners)
 
     @cached_property
-    def most_broadcasts(self) -> int:
-        """The most broadcasts between ranks with one number."""
-        hot = self.plan.tokens_hot
-        return max(sum(tokens > 0 for tokens in hot[number :: self.per_node]) for number in range(self.per_node))
-
-    @cached_property
     def fingerprint(self) -> str:
         """Hash of the plan and of the messages of all ranks on both levels: equal at all ranks."""
         plan, per_node = self.plan, self.per_node

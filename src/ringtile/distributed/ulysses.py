@@ -5,9 +5,8 @@ On a mesh with two dimensions the ranks of a row exchange heads, and then hold t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd
 from typing import Any
 from weakref import ref
@@ -93,11 +92,6 @@ class HeadPlan:
         keys = tuple((begin // shared, (end - 1) // shared + 1) for begin, end in queries)
         return {"q": queries, "k": keys, "m": ((0, 1),) * self.n_ranks}
 
-    @property
-    def is_shared(self) -> bool:
-        """True if several ranks have the same key head."""
-        return self.num_kv_heads % self.n_ranks > 0
-
     @cached_property
     def key_at(self) -> list[int] | None:
         """The own key head of each group of query heads, if not equally many query heads share each; otherwise None.
@@ -165,7 +159,8 @@ class HeadExchange(Lockstep):
         """
         self.begin()
         plan, stage = self.plan, self._stage.back
-        is_sum = "k" in kinds and plan.is_shared
+        # True if several ranks have the same key head.
+        is_sum = "k" in kinds and plan.num_kv_heads % plan.n_ranks > 0
         counts = {"q": plan.num_heads, "k": plan.num_kv_heads}
         # With 12 query heads, 4 key heads and 6 ranks, two ranks send gradients of key head 0, and they add up here.
         found = [
@@ -189,17 +184,9 @@ class HeadExchange(Lockstep):
         return [[x[:, slice(*of[rank])] for x, of in zip(xs, heads, strict=True)] for rank in range(self.plan.n_ranks)]
 
 
-def _to_heads(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
-    return _by_dtype(by_number[number].to_heads, xs, kinds)
-
-
-def _to_tokens(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
-    return _by_dtype(by_number[number].to_tokens, xs, kinds)
-
-
-def _by_dtype(move: Callable[[Tensors, str], list[Tensor]], xs: Tensors, kinds: str) -> list[Tensor]:
+def _by_dtype(name: str, xs: Tensors, kinds: str, number: int) -> list[Tensor]:
     """Send a message for each dtype. In one operator, so that compilers keep the same order at all ranks."""
-    found: dict[int, Tensor] = {}
+    move, found = getattr(by_number[number], name), dict[int, Tensor]()
     for dtype in dict.fromkeys(x.dtype for x in xs):
         places = [place for place, x in enumerate(xs) if x.dtype == dtype]
         moved = move([xs[place] for place in places], "".join(kinds[place] for place in places))
@@ -234,10 +221,10 @@ def _to_tokens_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], No
     return torch.ops.ringtile.to_heads(grads, ctx.kinds, ctx.exchange.number), None, None
 
 
-for _name, _implementation, _fake, _backward in (
-    ("to_heads", _to_heads, _fake_to_heads, _to_heads_backward),
-    ("to_tokens", _to_tokens, _fake_to_tokens, _to_tokens_backward),
+for _name, _fake, _backward in (
+    ("to_heads", _fake_to_heads, _to_heads_backward),
+    ("to_tokens", _fake_to_tokens, _to_tokens_backward),
 ):
-    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.impl(_name, partial(_by_dtype, _name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
     torch.library.register_autograd(f"ringtile::{_name}", _backward, setup_context=_keep_exchange, lib=library)

@@ -34,6 +34,8 @@ KEPT = "_ringtile"
 """The attribute of modules that has what `use_ringtile` chose."""
 PAGES = "_ringtile_pages"
 """The attribute of keys of a cache that holds what choices know about them."""
+ROWS = "packed_rows"
+"""The argument of attention that has the `Documents` of a packed row, or `Dense()` for rows without padding."""
 
 _REFUSED = {
     "position_bias": "a bias on the scores",
@@ -206,15 +208,16 @@ def attend(
     is_causal: bool | None = None,
     by: LayerAttend = None,
     decode: LayerDecode = None,
+    packed_rows: Pattern | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer of a model, as transformers' interface asks for it.
 
     ``pattern`` says which of the pairs of the model's mask to keep: the mask that `pattern_mask` made, a bool or float
     mask of all pairs, or None. ``by`` computes the attention in place of `sparse_attention`, unless there is only one
-    query and ``by`` has no ``steps``. ``decode`` chooses the tiles of one query. Returns the output
-    ``[B, Nq, H, Dv]``, and None in place of the weights. Raises ValueError if the model passes an argument or a mask
-    that ringtile does not support.
+    query and ``by`` has no ``steps``. ``decode`` chooses the tiles of one query. With ``packed_rows``, each document
+    keeps the pairs that it keeps alone. Returns the output ``[B, Nq, H, Dv]``, and None in place of the weights. Raises
+    ValueError if the model passes an argument or a mask that ringtile does not support.
     """
     indices, blocks = options.pop("indices", None), options.pop("block_indices", None)
     # An argument that changes the result and is not read would be a silent error.
@@ -230,6 +233,8 @@ def attend(
         if getattr(module, "compressor", None) is not None:
             raise ValueError(f"pattern: expected None for a layer with compressed keys, got {of_layer!r}")
         kept = intersected(kept, of_layer, query, n_keys)
+    if packed_rows is not None:
+        kept = _in_documents(kept, packed_rows)
     if indices is not None and not is_learned(module, query, key, kept, indices, scaling):
         kept = kept._replace(pattern=kept.pattern & Chosen(indices.unsqueeze(1)))
     elif blocks is not None:
@@ -324,6 +329,14 @@ def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: 
         of_head = None if sinks is None else sinks[head : head + 1]
         outs.append(sparse_attention(of_query, keys, values, key_mask=masks[:, head], sinks=of_head, **options))
     return torch.cat(outs, 1)
+
+
+@torch.compiler.disable(reason="packed rows need an index that is built outside graphs")  # type: ignore[untyped-decorator]
+def _in_documents(kept: KeptPairs, documents: Pattern) -> KeptPairs:
+    """Return the kept pairs inside the documents of packed rows."""
+    if not moves_along(kept.pattern):
+        raise ValueError(f"pack: expected a rule of distances, the same in each row, got {kept.pattern!r}")
+    return kept if documents == Dense() else kept._replace(pattern=kept.pattern & documents)
 
 
 def _packed(kept: KeptPairs, query: Tensor, n_keys: int, options: Mapping[str, Any]) -> KeptPairs:

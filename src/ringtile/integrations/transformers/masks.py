@@ -232,7 +232,7 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
     On a shard of a sequence they mean nothing: documents are left out, and groups are not known.
     """
     # A function of a model's own file may have a known name and another meaning.
-    if function.__module__ != "transformers.masking_utils":
+    if function.__module__ not in ("transformers.masking_utils", "transformers.models.gemma3.modeling_gemma3"):
         return None
     name, values = function.__qualname__.partition(".")[0], _closure(function)
     here = slice(first, first + (n_keys or 0))
@@ -240,8 +240,11 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
     match name:
         case "causal_mask_function":
             return Causal()
-        case "bidirectional_mask_function":
+        case "bidirectional_mask_function" | "Gemma3TextModel":
+            # The second makes EmbeddingGemma's layers bidirectional, and has no other name.
             return Dense()
+        case "_bidirectional_window_overlay":
+            return Window(values["sliding_window"] - 1)
         case "and_masks":
             return _joined(and_, [read(each) for each in values["mask_functions"]])
         case "or_masks":
@@ -287,6 +290,8 @@ def _joined(join: Callable[[Pattern, Pattern], Pattern], parts: list[Pattern | N
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not known:
         return None
+    if join is or_ and Dense() in known:
+        return Dense()
     if join is and_ and Causal() in known:
         # The causal rule bounds the right side of a window anyway.
         known = [Window(part.left) if isinstance(part, Window) and part.right == LARGEST else part for part in known]

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ringtile.functional.attend import is_stateful
 from ringtile.integrations.transformers.attention import (
     KEPT,
+    ROWS,
     GivenPattern,
     LayerAttend,
     LayerDecode,
@@ -29,6 +30,7 @@ from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.by_hand import convert_big_bird, convert_longformer
 from ringtile.integrations.transformers.indexers import stream_indexers
 from ringtile.integrations.transformers.masks import CHOSEN, pattern_mask
+from ringtile.integrations.transformers.packing import pack_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,7 +141,12 @@ def _is_by_hand(kind: Any) -> bool:
 
 
 def use_ringtile(
-    model: Model, pattern: GivenPattern = None, attend: LayerAttend = None, decode: LayerDecode = None
+    model: Model,
+    pattern: GivenPattern = None,
+    attend: LayerAttend = None,
+    decode: LayerDecode = None,
+    *,
+    pack: bool = False,
 ) -> Model:
     """Switch a model of transformers to ringtile, in place, and return it.
 
@@ -154,11 +161,14 @@ def use_ringtile(
         decode: A `ringtile.adaptive.Choice` of the tiles that a call with one query reads from a ``DynamicCache``, the
             default of ``generate``. A list has one per layer, or None for all keys. Its scores see the query and
             earlier keys: ``Choice(Blend(None), Density(0.1))``. Layers without all keys raise in their first step.
+        pack: True computes the real tokens of a padded batch as documents of one row, so padding costs nothing.
+            Outputs are those of the padded call, and 0 at padding. For embeddings and rerankers: there is no cache, and
+            patterns must depend on distances only.
 
     Raises:
         ImportError: If transformers is missing or too old.
-        ValueError: If this is no model of transformers, if a part of it computes attention by itself, or if the
-            pattern, ``attend`` or ``decode`` is invalid.
+        ValueError: If this is no model of transformers, if a part of it computes attention by itself, if the pattern,
+            ``attend`` or ``decode`` is invalid, or if rows of the model cannot be packed.
 
     Example:
         >>> from ringtile.patterns import GlobalTokens, Window
@@ -184,15 +194,19 @@ def use_ringtile(
     pattern = read_pattern(pattern)
     _register_chosen()
     if kind in _CONVERTED:
-        for argument, given in (("pattern", pattern), ("attend", attend), ("decode", decode)):
+        for argument, given in (("pattern", pattern), ("attend", attend), ("decode", decode), ("pack", pack or None)):
             if given is not None:
                 raise ValueError(f"{argument}: {kind} has its own, got {given!r}")
         # Modules of these kinds do not look up an attention function, so no name is set.
         _CONVERTED[kind](model)
         return model
+    if pack and (attend is not None or decode is not None):
+        raise ValueError(f"pack: expected False with attend= or decode=, which choose by row, got {pack=}")
+    if pack:
+        pack_rows(model)
     switch(model, CHOSEN)
     # On the modules, not in a table of models: a model that is dropped takes its choice along, and a copy has it.
-    chosen = _Chosen(pattern, attend, decode)
+    chosen = _Chosen(pattern, attend, decode, pack)
     for module in model.modules():
         setattr(module, KEPT, chosen)
     stream_indexers(model)
@@ -212,8 +226,8 @@ def _make_room_in_caches(model: nn.Module) -> None:
 class _Chosen:
     """What `use_ringtile` chose for a model."""
 
-    def __init__(self, pattern: LayerPattern, attend: LayerAttend, decode: LayerDecode) -> None:
-        self.pattern, self.attend, self.decode = pattern, attend, decode
+    def __init__(self, pattern: LayerPattern, attend: LayerAttend, decode: LayerDecode, pack: bool) -> None:
+        self.pattern, self.attend, self.decode, self.pack = pattern, attend, decode, pack
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The process that loads a model may not know the name.
@@ -234,6 +248,8 @@ def _attend_chosen(
             f"pattern: {type(module).__name__} is new, or of a model that shares its config with one of use_ringtile; "
             "call use_ringtile(model, ...) with this model"
         )
+    if chosen.pack and options.get(ROWS) is None:
+        raise ValueError(f"pack: expected a call of the whole model, got one of {type(module).__name__} without rows")
     how = {"by": chosen.attend, "decode": chosen.decode, **options}
     return attend_layer(chosen.pattern, module, query, key, value, attention_mask, **how)
 

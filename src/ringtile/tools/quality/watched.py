@@ -50,26 +50,18 @@ class Watched(nn.Module):
         self.recall: list[Tensor] = []
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pattern: Pattern | None = None,
-        *,
-        is_causal: bool = False,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-        **options: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | None = None, **options: Any
     ) -> Tensor:
         choice = self.attend.choice
-        asked = choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
-        view = _Counted(query, key, asked.base, key_mask, scale)
+        how = {name: options.pop(name) for name in ("is_causal", "key_mask", "scale") if name in options}
+        asked = choice.view(query, key, pattern, **how)
+        view = _Counted(query, key, asked.base, asked.key_mask, asked.scale)
         index = choice.index(view)
         self.probed.append(sum(view.pairs) / float(view._seen.sum()))
         # The index is made here, not in the attention, so that its figures need no second choice.
         self.density.append(index.tile_density)
         if self.rows:
-            found = audit(query, key, value, index, rows=self.rows, key_mask=key_mask, scale=scale)
+            found = audit(query, key, value, index, rows=self.rows, key_mask=view.key_mask, scale=view.scale)
             self.recall.append(found.of_heads)
         out: Tensor = self.attend.over(index, view, value, **options)
         return out

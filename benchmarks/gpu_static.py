@@ -59,7 +59,7 @@ def ours(architecture: int, head_dim: int) -> Iterator[dict[str, Any]]:
     with patch.object(launches, "architecture", lambda device: architecture):
         job = launches.Job(q, k, v, call)
         found = launches.forward_launches(job, out, lse)
-        found += launches.backward_launches(job, out, None, out, lse, (q, k, v))
+        found += launches.backward_launches(job, out, None, out, lse, q, k, v)
         for launch in found:
             if name := KERNELS.get(launch.kernel.__name__):
                 config = launch.choices[0].config

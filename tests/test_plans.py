@@ -132,7 +132,7 @@ def by_plan(found: list[Launched]) -> bool:
     return not any(isinstance(value, Tensor) for each in found for value in each.values)
 
 
-MAKES = [launches.forward_launches, plans._backward_launches]
+MAKES = [launches.forward_launches, launches.backward_launches]
 
 
 def same(found: list[Launched], wanted: list[Launched]) -> None:

@@ -206,7 +206,7 @@ def test_launches_over_a_fixed_capacity_read_nothing_back(monkeypatch: pytest.Mo
         lse = q.new_empty(1, 2, 700)
         made = [
             *launches.forward_launches(job, q, lse),
-            *launches.backward_launches(job, q, None, q, lse, (q.clone(), q.clone(), q.clone())),
+            *launches.backward_launches(job, q, None, q, lse, q.clone(), q.clone(), q.clone()),
         ]
     assert not reads.found
     assert len(made) == 7

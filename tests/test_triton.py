@@ -121,7 +121,7 @@ def launches_of(
     q, k, v = (torch.empty(1, 4, 8192, head_dim, dtype=dtype) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     job = Job(q, k, v, call)
-    found = forward_launches(job, out, lse) + backward_launches(job, out, None, out, lse, (q, k, v))
+    found = forward_launches(job, out, lse) + backward_launches(job, out, None, out, lse, q, k, v)
     return [(launch.kernel.__name__, launch) for launch in found]
 
 

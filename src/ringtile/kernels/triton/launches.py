@@ -297,7 +297,7 @@ def _along_rows(
 
 
 def backward_launches(
-    job: Job, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]
+    job: Job, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor, *grads: Tensor
 ) -> list[Launch]:
     """Return the launches that fill the gradients of q, k and v. ``lse`` and ``lse_grad`` are contiguous float32."""
     if out_grad.stride(2) >= 1 << 24:

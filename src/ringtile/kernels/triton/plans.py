@@ -79,11 +79,7 @@ def run_forward(call: Call, *tensors: Tensor) -> None:
 
 def run_backward(call: Call, *tensors: Tensor | None) -> None:
     """Fill the gradients. The tensors are q, k, v, out_grad, lse_grad, out and lse, then the gradients."""
-    _run(_backward_launches, tensors, call)
-
-
-def _backward_launches(job: Job, out_grad: Any, lse_grad: Any, out: Any, lse: Any, *grads: Any) -> list[Launch]:
-    return backward_launches(job, out_grad, lse_grad, out, lse, grads)
+    _run(backward_launches, tensors, call)
 
 
 def _run(make: Make, tensors: tuple[Any, ...], call: Call) -> None:

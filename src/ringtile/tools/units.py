@@ -52,10 +52,8 @@ def count_text(number: float) -> str:
 def aligned(rows: Sequence[Mapping[str, str]], words: int) -> Iterator[str]:
     """Yield a header and the rows, as columns of which the first are words.
 
-    >>> print(*aligned([{"peer": "flex", "ms": "12.5"}, {"peer": "sdpa", "ms": "7.1"}], 1), sep="\n")
-    peer    ms
-    flex  12.5
-    sdpa   7.1
+    >>> list(aligned([{"peer": "flex", "ms": "12.5"}, {"peer": "sdpa", "ms": "7.1"}], 1))
+    ['peer    ms', 'flex  12.5', 'sdpa   7.1']
     """
     cells = [list(row) for row in rows[:1]] + [list(row.values()) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

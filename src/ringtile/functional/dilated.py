@@ -178,8 +178,9 @@ def _told(text: str) -> Pattern:
 
 def over_positions(at: Sequence[tuple[int, int]], pattern: Pattern | None, overlap: str) -> list[Pattern]:
     """Return branches as patterns over positions, or their union. A pair counts once per pattern that keeps it."""
-    # Dilation is by token inside a segment: a pattern relates the tokens that a branch keeps, counted from 0.
-    found: list[Pattern] = [Segments(*each) if pattern is None else InSegments(*each, pattern) for each in at]
+    # Dilation is by token inside a segment: a pattern relates the tokens that a branch keeps, counted from 0. Graphs of
+    # torch 2.11 make no pattern whose defaults are given by place.
+    found: list[Pattern] = [Segments(n, dilation=r) if pattern is None else InSegments(n, r, pattern) for n, r in at]
     return [reduce(or_, found)] if overlap == "union" else found
 
 

@@ -7,4 +7,5 @@ from ringtile.functional.bias import Grid as Grid
 from ringtile.functional.bias import Relative as Relative
 from ringtile.functional.dilated import dilated_attention as dilated_attention
 from ringtile.functional.merge import merge_attention as merge_attention
+from ringtile.functional.score_mod import from_score_mod as from_score_mod
 from ringtile.functional.slices import in_slices as in_slices

@@ -212,29 +212,56 @@ def neighbors(n_tokens: int, kernel_size: int, dilation: int, stride: int, is_ca
 
 
 def _natten(
-    q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], kernel_size: Any, stride: Any, dilation: Any, is_causal: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: tuple[int, ...],
+    kernel_size: Any,
+    stride: Any,
+    dilation: Any,
+    is_causal: Any,
+    rpb: Tensor | None = None,
 ) -> Tensor:
     q, k, v = heads_first(q, k, v)
+    scores = scores_of(q, k)
+    if rpb is not None:
+        at = torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij")).flatten(1)
+        apart = (at[:, None] - at[:, :, None]).clamp(1 - kernel_size, kernel_size - 1) + kernel_size - 1
+        scores = scores + torch.stack([numbers[tuple(apart)] for numbers in rpb])
     given = (
         each if isinstance(each, tuple) else (each,) * len(grid) for each in (kernel_size, dilation, stride, is_causal)
     )
     kept = torch.ones(1, 1, dtype=torch.int64)
     for n_tokens, *numbers in zip(grid, *given, strict=True):
         kept = torch.kron(kept, neighbors(n_tokens, *numbers).long())
-    return weigh(scores_of(q, k), kept.bool(), v).transpose(1, 2)
+    return weigh(scores, kept.bool(), v).transpose(1, 2)
 
 
 def na1d(
-    q: Tensor, k: Tensor, v: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1, is_causal: Any = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: Any,
+    stride: Any = 1,
+    dilation: Any = 1,
+    is_causal: Any = False,
+    rpb: Tensor | None = None,
 ) -> Tensor:
-    return _natten(q, k, v, (q.shape[1],), kernel_size, stride, dilation, is_causal)
+    return _natten(q, k, v, (q.shape[1],), kernel_size, stride, dilation, is_causal, rpb)
 
 
 def na2d(
-    q: Tensor, k: Tensor, v: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1, is_causal: Any = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: Any,
+    stride: Any = 1,
+    dilation: Any = 1,
+    is_causal: Any = False,
+    rpb: Tensor | None = None,
 ) -> Tensor:
     """NATTEN's tensors are ``[B, h, w, H, D]``. Here they are flat."""
-    return _natten(q, k, v, (10, q.shape[1] // 10), kernel_size, stride, dilation, is_causal)
+    return _natten(q, k, v, (10, q.shape[1] // 10), kernel_size, stride, dilation, is_causal, rpb)
 
 
 def na3d(
@@ -292,6 +319,11 @@ def variables(n_queries: int, n_keys: int) -> dict[str, Any]:
         "padding": torch.arange(n_keys) < torch.tensor([n_keys, n_keys - 30])[:, None],
         "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64),
         "distance": ends_aligned(n_queries, n_keys).abs(),
+        "numbers": torch.randn(HEADS, 23, dtype=torch.float64),
+        "places": (ends_aligned(n_queries, n_keys) + 11).clamp(0, 22),
+        "n": max(n_queries, n_keys),
+        "table": torch.randn(HEADS, 2 * max(n_queries, n_keys) - 1, dtype=torch.float64),
+        "offsets": torch.randn(HEADS, 13, 13, dtype=torch.float64),
         "sink": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
         "window": 20,
         "left": 20,
@@ -329,6 +361,7 @@ TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
         "F.scaled_dot_product_attention(q, k, v, attn_mask=mask)": EVERY,
         "F.scaled_dot_product_attention(q, k, v, attn_mask=bias)": EVERY,
         "F.scaled_dot_product_attention(q, k, v, attn_mask=-slopes[:, None, None] * distance)": EVERY,
+        "F.scaled_dot_product_attention(q, k, v, attn_mask=numbers[:, places])": EVERY,
         "F.scaled_dot_product_attention(q, k, v, scale=0.3)": EVERY,
         "F.scaled_dot_product_attention(q, k, v, enable_gqa=True)": EVERY,
         "F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)": (),
@@ -349,6 +382,7 @@ TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
         "cap * torch.tanh(score / cap)": EVERY,
         "score - slopes[h] * (q_idx - kv_idx).abs()": EVERY,
         "score * 0.5": EVERY,
+        "score + table[h, kv_idx - q_idx + n - 1]": EVERY,
     },
     "flash-attn": {
         "flash_attn_func(q, k, v, causal=True)": EVERY,
@@ -391,6 +425,8 @@ TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
         "na1d(q, k, v, kernel_size=size, dilation=rate, is_causal=True)": (SAME,),
         "na2d(q, k, v, kernel_size=7)": (SAME,),
         "na2d(q, k, v, kernel_size=(5, 8), stride=(2, 4), dilation=(2, 1))": (SAME,),
+        "na1d(q, k, v, kernel_size=size, rpb=numbers)": (SAME,),
+        "na2d(q, k, v, kernel_size=7, rpb=offsets)": (SAME,),
         "na3d(q, k, v, kernel_size=3)": (SAME,),
         "na3d(q, k, v, kernel_size=(3, 3, 5), is_causal=(True, False, False))": (SAME,),
     },

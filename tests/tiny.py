@@ -218,6 +218,89 @@ SPARSE: dict[str, Callable[[], tuple[type, Any]]] = {
 }
 """Models that were trained sparse: each query attends to about 12 tokens, or to 3 blocks of 8."""
 
+_T5 = dict(
+    **dict(
+        vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=4, dropout_rate=0.0
+    ),
+    **dict(relative_attention_num_buckets=8, relative_attention_max_distance=20, decoder_start_token_id=0),
+)
+_CONFORMER = dict(VISION, conv_depthwise_kernel_size=5, layerdrop=0.0, apply_spec_augment=False)
+_W2V_BERT = dict(_CONFORMER, feature_projection_input_dim=16)
+_PARAKEET = dict(VISION, num_mel_bins=16, subsampling_conv_channels=8, conv_kernel_size=5, layerdrop=0.0, dropout=0.0)
+_BLOCKS = dict(num_attention_heads=4, context_size=24, max_position_embeddings=30, conv_kernel_size=5)
+_DEBERTA = dict(ENCODER, relative_attention=True, norm_rel_ebd="layer_norm", position_biased_input=False)
+
+BIASED: dict[str, Callable[[], tuple[type, Any]]] = {
+    "T5": lambda: (hf.T5ForConditionalGeneration, hf.T5Config(**_T5)),
+    "mT5": lambda: (hf.MT5ForConditionalGeneration, hf.MT5Config(**_T5)),
+    "UMT5": lambda: (hf.UMT5ForConditionalGeneration, hf.UMT5Config(**_T5)),
+    "LongT5": lambda: (hf.LongT5ForConditionalGeneration, hf.LongT5Config(**_T5, local_radius=7)),
+    "Switch": lambda: (
+        hf.SwitchTransformersForConditionalGeneration,
+        hf.SwitchTransformersConfig(**_T5, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
+    ),
+    "wav2vec2-conformer": lambda: (
+        hf.Wav2Vec2ConformerModel,
+        hf.Wav2Vec2ConformerConfig(
+            **_CONFORMER,
+            **dict(conv_dim=(16, 16), conv_kernel=(3, 3), conv_stride=(2, 2), num_feat_extract_layers=2),
+            **dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, position_embeddings_type="relative"),
+        ),
+    ),
+    "w2v-BERT": lambda: (
+        hf.Wav2Vec2BertModel,
+        hf.Wav2Vec2BertConfig(**_W2V_BERT, left_max_position_embeddings=9, right_max_position_embeddings=4),
+    ),
+    "w2v-BERT, relative": lambda: (
+        hf.Wav2Vec2BertModel,
+        hf.Wav2Vec2BertConfig(**_W2V_BERT, position_embeddings_type="relative"),
+    ),
+    "SeamlessM4T": lambda: (
+        importlib.import_module("transformers.models.seamless_m4t.modeling_seamless_m4t").SeamlessM4TSpeechEncoder,
+        hf.SeamlessM4TConfig(
+            **dict(hidden_size=64, speech_encoder_layers=2, speech_encoder_attention_heads=4, adaptor_kernel_size=2),
+            **dict(speech_encoder_intermediate_size=96, feature_projection_input_dim=16, adaptor_stride=2),
+            **dict(conv_depthwise_kernel_size=5, speech_encoder_layerdrop=0.0, max_source_positions=100),
+        ),
+    ),
+    "Parakeet": lambda: (
+        hf.ParakeetForCTC,
+        hf.ParakeetCTCConfig(encoder_config=dict(_PARAKEET, subsampling_factor=4), vocab_size=20, pad_token_id=0),
+    ),
+    "Granite Speech 5": lambda: (
+        importlib.import_module("transformers.models.granite_speech5.modeling_granite_speech5").GraniteSpeech5Encoder,
+        hf.GraniteSpeech5EncoderConfig(
+            **_BLOCKS,
+            **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_key_value_heads=4, head_dim=16),
+            **dict(num_mel_bins=4, subsample_layers=[0], vocab_size=20),
+        ),
+    ),
+    "Granite Speech": lambda: (
+        importlib.import_module("transformers.models.granite_speech.modeling_granite_speech").GraniteSpeechCTCEncoder,
+        hf.GraniteSpeechEncoderConfig(
+            **dict(hidden_dim=64, input_dim=16, num_layers=2, num_heads=4, dim_head=16, feedforward_mult=2),
+            **dict(context_size=24, max_pos_emb=30, output_dim=12, conv_kernel_size=5),
+        ),
+    ),
+    "DeBERTa-v2": lambda: (
+        hf.DebertaV2ForMaskedLM,
+        hf.DebertaV2Config(
+            **_DEBERTA,
+            **dict(pos_att_type=["c2p", "p2c"], share_att_key=True, position_buckets=8, conv_kernel_size=3),
+        ),
+    ),
+    "DeBERTa-v2, apart": lambda: (
+        hf.DebertaV2ForMaskedLM,
+        hf.DebertaV2Config(**dict(_DEBERTA, max_relative_positions=40), pos_att_type=["p2c", "c2p"]),
+    ),
+    "BLOOM": lambda: (hf.BloomForCausalLM, hf.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)),
+    "MPT": lambda: (
+        hf.MptForCausalLM,
+        hf.MptConfig(vocab_size=97, d_model=64, n_heads=4, n_layers=2, max_seq_len=128),
+    ),
+}
+"""Models whose scores have a bias."""
+
 
 def config_of(name: str, **change: Any) -> tuple[Any, Any]:
     """The class of a model and its configuration, with other values for those fields that it has."""

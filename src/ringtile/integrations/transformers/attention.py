@@ -38,7 +38,7 @@ ROWS = "packed_rows"
 """The argument of attention that has the `Documents` of a packed row, or `Dense()` for rows without padding."""
 
 _REFUSED = {
-    "position_bias": "a bias on the scores",
+    "position_bias": "a bias on the scores, unless use_ringtile knows the model",
     "indices": "keys chosen by an indexer",
     "block_indices": "blocks chosen by an indexer",
     "topk_indices": "keys chosen by an indexer",
@@ -220,6 +220,7 @@ def attend(
     ValueError if the model passes an argument or a mask that ringtile does not support.
     """
     indices, blocks = options.pop("indices", None), options.pop("block_indices", None)
+    bias_of = options.pop("position_bias") if callable(options.get("position_bias")) else None
     # An argument that changes the result and is not read would be a silent error.
     check_arguments(options)
     n_keys = key.shape[2]
@@ -240,7 +241,11 @@ def attend(
     elif blocks is not None:
         kept = kept._replace(pattern=kept.pattern & Chosen(blocks, module.indexer.block_size))  # type: ignore[union-attr, arg-type]
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    limits = {"softcap": softcap or None, "s_aux": s_aux}
+    if query.shape[2] == 1 and kept.pattern == Dense():
+        # Its place matters to ALiBi alone: no key is after it.
+        kept = kept._replace(start=n_keys - 1)
+    scores: dict[str, Any] = {} if bias_of is None else bias_of(query, key, kept.start)
+    limits = {"softcap": softcap or None, "s_aux": s_aux, **scores}
     by_layer, choice = attend_of_layer(by, module), decode_of_layer(decode, module)
     if by_layer is not None and (query.shape[2] > 1 or getattr(by_layer, "steps", False)):
         out = _adapted(by_layer, query, key, value, kept, limits, options)
@@ -248,7 +253,7 @@ def attend(
     if query.shape[2] == 1 and choice is not None:
         out = _step(choice, query, key, value, kept, limits, options)
         return out.transpose(1, 2).contiguous(), None
-    options |= limits_of(softcap, s_aux)
+    options |= limits_of(softcap, s_aux) | scores
     if kept.key_mask is not None and kept.key_mask.dim() == 3:
         out = _by_head(query, key, value, kept.key_mask, options)
     else:
@@ -291,7 +296,7 @@ def _adapted(
 
 def _check_limits(limits: dict[str, Any], argument: str) -> None:
     if refused := [name for name, limit in limits.items() if limit is not None]:
-        raise ValueError(f"{refused[0]}: expected a layer without softcap and sinks for {argument}=, got {limits!r}")
+        raise ValueError(f"{refused[0]}: expected a layer without softcap, sinks and bias for {argument}=, got one")
 
 
 @torch.compiler.disable(reason="a step that follows the content chooses its tiles outside graphs")  # type: ignore[untyped-decorator]

@@ -27,6 +27,7 @@ from ringtile.integrations.transformers.attention import (
     read_pattern,
 )
 from ringtile.integrations.transformers.attention import attend as attend_layer
+from ringtile.integrations.transformers.biases import is_replaced, replace_biases
 from ringtile.integrations.transformers.by_hand import convert_big_bird, convert_longformer
 from ringtile.integrations.transformers.indexers import stream_indexers
 from ringtile.integrations.transformers.masks import CHOSEN, pattern_mask
@@ -118,7 +119,7 @@ def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> Non
 
     if isinstance(module, PreTrainedModel) and _is_by_hand(cast(Any, type(module))):
         advice = "leave the name out"
-        if module.config.model_type in _CONVERTED:
+        if module.config.model_type in _CONVERTED or is_replaced(type(module)):
             advice += ", and call use_ringtile(model)"
         raise ValueError(
             f"attn_implementation={implementation!r}: {type(module).__name__} ignores it, because its attention is "
@@ -150,8 +151,9 @@ def use_ringtile(
 ) -> Model:
     """Switch a model of transformers to ringtile, in place, and return it.
 
-    Longformer and BigBird write their attention by hand. It is replaced, and their weights are kept. Copies and pickles
-    of the model have its pattern, ``attend`` and ``decode``, too. `save_pretrained` saves none: call this again.
+    Attention that Longformer, BigBird, BLOOM, MPT, DeBERTa-v2 and Granite Speech write by hand is replaced, and their
+    weights are kept. Copies and pickles of the model have its pattern, ``attend`` and ``decode``, too.
+    `save_pretrained` saves none: call this again.
 
     Args:
         model: The model, with or without a head.
@@ -210,6 +212,7 @@ def use_ringtile(
     for module in model.modules():
         setattr(module, KEPT, chosen)
     stream_indexers(model)
+    replace_biases(model)
     if decode is not None:
         _make_room_in_caches(model)
     return model
@@ -264,10 +267,14 @@ def switch(model: Any, name: str) -> Callable[[], None]:
         for part, was in zip(parts, before, strict=True):
             part.config._attn_implementation_internal = was
 
-    model.set_attn_implementation(name)
-    stayed = sorted(
-        {type(x).__name__ for x in parts if x.config._attn_implementation != name or _is_by_hand(cast(Any, type(x)))}
-    )
+    for part in parts:
+        if name == CHOSEN and is_replaced(type(part)):
+            part.config._attn_implementation_internal = name
+    if any(part.config._attn_implementation != name for part in parts):
+        model.set_attn_implementation(name)
+    ours = [x for x in parts if x.config._attn_implementation == name]
+    by_hand = [x for x in ours if _is_by_hand(cast(Any, type(x))) and not (name == CHOSEN and is_replaced(type(x)))]
+    stayed = sorted({type(x).__name__ for x in parts if x not in ours or x in by_hand})
     if stayed:
         switch_back()
         raise ValueError(

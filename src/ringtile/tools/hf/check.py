@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.integrations.transformers import use_ringtile
+from ringtile.integrations.transformers.biases import is_replaced
 from ringtile.integrations.transformers.masks import pairs
+from ringtile.integrations.transformers.registry import parts_of
 from ringtile.patterns import Pattern
 
 RINGTILE, EAGER = "ringtile", "eager"
@@ -33,6 +35,10 @@ def switch(model: Any, peer: str, pattern: Pattern | None = None) -> None:
     if peer == RINGTILE:
         use_ringtile(model, pattern)
         return
+    for part in parts_of(model):
+        if peer == EAGER and is_replaced(type(part)):
+            # transformers changes no name of a model whose attention is written by hand.
+            part.config._attn_implementation_internal = EAGER
     model.set_attn_implementation(NAMES[peer])
     if model.config._attn_implementation != NAMES[peer]:
         raise ValueError(f"the model does not support {NAMES[peer]}")

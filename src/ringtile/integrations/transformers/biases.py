@@ -1,0 +1,298 @@
+"""Models whose scores have a bias: T5, Conformers, DeBERTa, BLOOM and MPT, without its numbers of all pairs.
+
+Modules that compute such numbers hand over a function in their place. Of a query, a key and the position of the first
+query, it returns options of `sparse_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringtile.functional.bias import Bias, ByKey, ByQuery, Relative
+from ringtile.functional.chosen import interval_of
+from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, is_streamed, pattern_mask
+from ringtile.patterns import Pattern, Segments
+
+
+def _as_written(name: str, compute: Callable[..., Any], module: nn.Module, *given: Any, **named: Any) -> Any:
+    """Call a method of a module that `use_ringtile` replaced, or its own after a switch to another attention."""
+    if is_streamed(module.config):
+        return compute(module, *given, **named)
+    if name == "compute_bias" and not hasattr(module, "relative_attention_bias"):
+        return torch.zeros(())
+    return getattr(type(module), name)(module, *given, **named)
+
+
+def _by_distance(module: nn.Module, *_: int, past_seen_tokens: int | Tensor = 0, **__: Any) -> Callable[..., Any]:
+    """Return the bias of a layer of T5, which its later layers share."""
+    return partial(_relative, module, past_seen_tokens)
+
+
+def _relative(module: Any, past: int | Tensor, query: Tensor, key: Tensor, start: int) -> dict[str, Any]:
+    if not hasattr(module, "relative_attention_bias"):
+        return {}
+    # Each layer makes its own table, so that checkpoints that recompute one give the weight a gradient.
+    weight, bidirectional = module.relative_attention_bias.weight, not module.is_decoder
+    farthest = module.relative_attention_max_distance
+    sizes = query.shape[2], key.shape[2]
+    bias = Relative.t5(weight.to(query.device), *sizes, bidirectional=bidirectional, max_distance=farthest)
+    return {"bias": replace(bias, offset=bias.offset + start - int(past))}
+
+
+def _attend(
+    module: Any, heads: Sequence[Tensor], mask: Tensor | None, scale: float, dropout: float, scores: Any, options: Any
+) -> Tensor:
+    """Compute attention by the function that `use_ringtile` registers. Returns ``[B, N, H * D]``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    how = {"dropout": dropout if module.training else 0.0, "scaling": scale, "position_bias": scores, **options}
+    out: Tensor = ALL_ATTENTION_FUNCTIONS[CHOSEN](module, *heads, mask, **how)[0]
+    return out.flatten(2)
+
+
+def _biased(bias: Bias | tuple[Bias, ...]) -> Callable[..., Any]:
+    return lambda query, key, start: {"bias": bias}
+
+
+def _heads(x: Tensor, head_dim: int, *projections: nn.Module) -> list[Tensor]:
+    return [project(x).unflatten(-1, (-1, head_dim)).transpose(-2, -3) for project in projections]
+
+
+def _attend_wav2vec2(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    relative_position_embeddings: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return the output of the attention of wav2vec2-conformer, w2v-BERT and SeamlessM4T."""
+    projections = module.linear_q, module.linear_k, module.linear_v
+    query, key, value = _heads(hidden_states, module.head_size, *projections)
+    if module.position_embeddings_type == "relative":
+        assert relative_position_embeddings is not None
+        (table,) = _heads(relative_position_embeddings[0], module.head_size, module.linear_pos)
+        bias = ByQuery(query + module.pos_bias_v[:, None], table, query.shape[2] - 1)
+        query = query + module.pos_bias_u[:, None]
+    else:
+        table = module.distance_embedding.weight.to(query.dtype)
+        bias = ByQuery(query, table.unsqueeze(0), module.left_max_position_embeddings)
+    heads = query, key, value
+    out = _attend(module, heads, attention_mask, module.scaling, module.dropout.p, _biased(bias), options)
+    return module.linear_out(out), None
+
+
+class _Frames(Tensor):
+    """The real frames of a batch, bool ``[B, T]``. The encoder of Parakeet makes no mask of all pairs of it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__.strip("_")
+        if name in ("unsqueeze", "expand", "transpose", "and", "invert"):
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            # Of the inverted mask, the keys that no query sees.
+            return ~args[0].as_subclass(Tensor)[:, None] if name == "all" else func(*args, **(kwargs or {}))
+
+
+def _frames(encoder: Any, *given: Any, **named: Any) -> Tensor:
+    found: Tensor = type(encoder)._get_output_attention_mask(encoder, *given, **named)
+    return found.bool().as_subclass(_Frames)
+
+
+def _mask(real: Tensor | None, x: Tensor, rule: Pattern | None = None) -> Tensor:
+    """Return the mask of all pairs of real tokens ``[B, N]``, or of those that a rule keeps."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    (batch, tokens), plain = x.shape[:2], None if real is None else real.as_subclass(Tensor)
+    how: dict[str, Any] = {"mask_function": bidirectional_mask_function, "device": x.device}
+    mask: Any = pattern_mask(attention_mask=plain, batch_size=batch, q_length=tokens, kv_length=tokens, **how)
+    if rule is not None:
+        mask.kept = mask.kept._replace(pattern=rule)
+    return mask  # type: ignore[no-any-return]
+
+
+def _attend_parakeet(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    if module.training and getattr(module.config, "dropout_positions", 0.0):
+        raise ValueError(f"dropout_positions: expected 0 in training, got {module.config.dropout_positions}")
+    if attention_mask is None or isinstance(attention_mask, _Frames):
+        attention_mask = _mask(attention_mask, hidden_states)
+    query, key, value = _heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    (table,) = _heads(position_embeddings[0], module.head_dim, module.relative_k_proj)
+    bias = ByQuery(query + module.bias_v[:, None], table, query.shape[2] - 1)
+    heads, dropout = (query + module.bias_u[:, None], key, value), module.attention_dropout
+    return module.o_proj(_attend(module, heads, attention_mask, module.scaling, dropout, _biased(bias), options)), None
+
+
+def _attend_granite5(
+    module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    query, key, value = _heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    # They count distances from the key to the query.
+    bias = ByQuery(query, module.rel_pos_emb.weight.flip(0).unsqueeze(0), module.rel_pos_emb.num_embeddings // 2)
+    mask = _mask(attention_mask, hidden_states, Segments(module.context_size))
+    heads, dropout = (query, key, value), module.attention_dropout
+    return module.o_proj(_attend(module, heads, mask, module.scaling, dropout, _biased(bias), options)), None
+
+
+def _attend_granite(module: Any, hidden_states: Tensor, attention_dists: Any) -> Tensor:
+    hidden_states = module.pre_norm(hidden_states)
+    (query,) = _heads(hidden_states, module.dim_head, module.to_q)
+    key, value = _heads(hidden_states, module.dim_head, module.to_kv)[0].chunk(2, 1)
+    bias = ByQuery(query, module.rel_pos_emb.weight.flip(0).unsqueeze(0), module.max_pos_emb)
+    mask = _mask(None, hidden_states, Segments(module.context_size))
+    out: Tensor = module.to_out(_attend(module, (query, key, value), mask, module.scale, 0.0, _biased(bias), {}))
+    return module.dropout(out)  # type: ignore[no-any-return]
+
+
+def _without_weights(module: Any, *given: Any, output_attentions: bool = False, **named: Any) -> Any:
+    if output_attentions:
+        raise ValueError("output_attentions: ringtile does not support attention weights as an output")
+    return type(module).forward(module, *given, **named)
+
+
+def _by_slopes(query: Tensor, slopes: Tensor, mask: Tensor | None) -> Callable[..., Any]:
+    """Return ALiBi by slopes of heads. Raise ValueError if positions in the text do not differ as those of keys do."""
+    if not isinstance(mask, PatternMask):
+        raise ValueError(f"attention_mask: expected one of the tokens [{len(query)}, N], got another")
+    real = mask.kept.key_mask
+    if real is not None and interval_of(real) is None:
+        raise ValueError("attention_mask: expected padding before or after the tokens, got some between them")
+    return lambda query, key, start: {"alibi_slopes": slopes}
+
+
+def _attend_bloom(
+    module: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor,
+    attention_mask: Tensor,
+    layer_past: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
+
+    if module.pretraining_tp > 1 and module.slow_but_exact:
+        raise ValueError(f"slow_but_exact: expected False, got True with {module.pretraining_tp=}")
+    query, key, value = module._reshape(module.query_key_value(hidden_states))
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, module.layer_idx)
+    slopes = build_alibi_tensor(alibi.new_ones(1, 2), module.num_heads, torch.float32)[:, 0, 1]
+    scores = _by_slopes(query, slopes, attention_mask)
+    heads, dropout = (query, key, value), module.attention_dropout.p
+    out = module.dense(_attend(module, heads, attention_mask, module.inv_norm_factor, dropout, scores, {}))
+    return dropout_add(out, residual, module.hidden_dropout, module.training), None
+
+
+def _attend_mpt(
+    module: Any,
+    hidden_states: Tensor,
+    position_bias: Tensor,
+    past_key_values: Any = None,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    mixed = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = (x.unflatten(2, (-1, module.head_dim)).transpose(1, 2) for x in mixed.chunk(3, 2))
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+    if key.shape[2] > position_bias.shape[2]:
+        raise ValueError(f"max_seq_len: expected at least {key.shape[2]} keys, got {position_bias.shape[2]}")
+    # The last of them is 0.
+    scores = _by_slopes(query, -position_bias[:, 0, -2], attention_mask)
+    heads, scale, dropout = (query, key, value), module.softmax_scale, module.attn_dropout_p
+    return module.out_proj(_attend(module, heads, attention_mask, scale, dropout, scores, {})), None
+
+
+def _mask_deberta(encoder: Any, mask: Tensor) -> Tensor:
+    if mask.dim() > 2:
+        return type(encoder).get_attention_mask(encoder, mask)  # type: ignore[no-any-return]
+    return _mask(mask, mask)
+
+
+def _positions_deberta(encoder: Any, hidden_states: Tensor, query_states: Any = None, relative_pos: Any = None) -> None:
+    if query_states is not None or relative_pos is not None:
+        raise ValueError("query_states, relative_pos: expected None with ringtile")
+
+
+def _attend_deberta(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor,
+    output_attentions: bool = False,
+    rel_embeddings: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position, scaled_size_sqrt
+
+    head_dim, tokens = module.attention_head_size, hidden_states.shape[1]
+    query, key, value = _heads(hidden_states, head_dim, module.query_proj, module.key_proj, module.value_proj)
+    kinds = [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]
+    scale, biases = 1 / float(scaled_size_sqrt(query, 1 + len(kinds))), list[Bias]()
+    if module.relative_attention:
+        assert rel_embeddings is not None
+        span, distance = module.pos_ebd_size, torch.arange(tokens - 1, -tokens, -1, device=query.device)
+        if module.position_buckets > 0:
+            distance = make_log_bucket_position(distance, module.position_buckets, module.max_relative_positions)
+        place, vectors = (distance.long() + span).clamp(0, 2 * span - 1), module.pos_dropout(rel_embeddings)[: 2 * span]
+        for kind, side, of in (("c2p", "key", query), ("p2c", "query", key)):
+            if kind in kinds:
+                project = getattr(module, f"{side}_proj" if module.share_att_key else f"pos_{side}_proj")
+                table = _heads(vectors, head_dim, project)[0].index_select(1, place)
+                biases.append((ByQuery if kind == "c2p" else ByKey)(of, table, tokens - 1))
+    scores = _biased(tuple(biases)) if biases else None
+    return _attend(module, (query, key, value), attention_mask, scale, module.dropout.p, scores, {}), None
+
+
+_T5 = "T5 MT5 UMT5 LongT5 SwitchTransformers Pop2Piano".split()
+_WAV2VEC2 = "Wav2Vec2Conformer", "Wav2Vec2Bert", "SeamlessM4TConformer"
+_REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
+    **{f"{family}Attention": {"compute_bias": _by_distance} for family in _T5},
+    **{f"{family}SelfAttention": {"forward": _attend_wav2vec2} for family in _WAV2VEC2},
+    "ParakeetEncoder": {"_get_output_attention_mask": _frames},
+    "ParakeetEncoderAttention": {"forward": _attend_parakeet},
+    "GraniteSpeech5EncoderAttention": {"forward": _attend_granite5},
+    "GraniteSpeechConformerAttention": {"forward": _attend_granite},
+    **{block: {"forward": _without_weights} for block in ("BloomBlock", "MptBlock", "DebertaV2Layer")},
+    "BloomAttention": {"forward": _attend_bloom},
+    "MptAttention": {"forward": _attend_mpt},
+    "DebertaV2Encoder": {"get_attention_mask": _mask_deberta, "get_rel_pos": _positions_deberta},
+    "DisentangledSelfAttention": {"forward": _attend_deberta},
+}
+_BY_HAND = {"bloom", "mpt", "granite_speech", "deberta_v2"}
+"""Files of models whose attention is written by hand, and replaced here."""
+
+
+def is_replaced(kind: type) -> bool:
+    """Return True if a class of models has attention of its own, which `replace_biases` replaces."""
+    return kind.__module__.startswith("transformers.models.") and kind.__module__.split(".")[2] in _BY_HAND
+
+
+def replace_biases(model: nn.Module) -> None:
+    """Have the modules of a model that compute a bias hand it over, in place. They keep their weights."""
+    configs = {part: owner.config for owner in model.modules() if hasattr(owner, "config") for part in owner.modules()}
+    for module in model.modules():
+        kind = getattr(module, "position_embeddings_type", "relative")
+        replaced = _REPLACED.get(type(module).__name__, {}) if kind in ("relative", "relative_key") else {}
+        for name, compute in replaced.items():
+            module.__dict__.setdefault("config", configs[module])
+            # A partial function is copied and pickled with its module, which a method that is no member is not.
+            module.__dict__[name] = partial(_as_written, name, compute, module)
+        if "compute_bias" in replaced:
+            # Otherwise the others make zeros for all pairs.
+            module.__dict__["has_relative_attention_bias"] = True

@@ -1,0 +1,297 @@
+"""Models of transformers whose scores have a bias: the results of eager attention, without numbers of all pairs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from test_hf_sparse import Doubled, Largest
+from test_transformers import assert_equal_models, graph_counter, padding, randomized, registered
+from tiny import BIASED, hf
+from torch import Tensor
+
+from ringtile.integrations.transformers import use_ringtile
+from ringtile.patterns import Window
+
+# Of torch's own tracing of a Function.
+pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+TOKENS = 61
+T5_FAMILY = ["T5", "mT5", "UMT5", "LongT5", "Switch"]
+SPEECH = ["w2v-BERT", "w2v-BERT, relative", "SeamlessM4T", "Parakeet", "Granite Speech 5", "Granite Speech"]
+DECODERS = ["BLOOM", "MPT"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    with registered():
+        yield
+
+
+def built(name: str, dtype: torch.dtype = torch.float64, **change: Any) -> Any:
+    made, config = BIASED[name]()
+    for field, value in change.items():
+        setattr(config, field, value)
+    torch.manual_seed(0)
+    return randomized(made._from_config(config, attn_implementation="eager", dtype=dtype))
+
+
+@cache
+def both(name: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    """A model with eager attention and the same on ringtile, shared by the tests that change neither."""
+    model = built(name, dtype)
+    return model, use_ringtile(copy.deepcopy(model))
+
+
+def inputs_of(name: str, kind: str, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Any], Tensor]:
+    """A ragged batch, and the outputs that are real: those of no padding."""
+    generator = torch.Generator().manual_seed(1)
+    mask, ids = padding(kind), torch.randint(3, 97, (3, TOKENS), generator=generator)
+    masks: dict[str, Any] = {} if kind == "no" else {"attention_mask": mask.long()}
+    if name in T5_FAMILY:
+        return {"input_ids": ids, "decoder_input_ids": ids[:, :23], **masks}, mask.new_ones(3, 23)
+    if name == "wav2vec2-conformer":
+        samples = torch.randn(3, 250, dtype=dtype, generator=generator)
+        # It drops padding on the left by the number of samples, and mixes padding by its convolutions.
+        return {"input_values": samples, **({"attention_mask": padding(kind, 3, 250).long()} if masks else {})}, (
+            mask.new_ones(3, TOKENS)
+        )
+    if name in SPEECH:
+        frames = torch.randn(3, 4 * TOKENS, 16, dtype=dtype, generator=generator)
+        if name == "Granite Speech":
+            return {"hidden_states": frames}, mask.new_ones(3, 4 * TOKENS)
+        # Parakeet counts the samples that are real, and takes as many from the left.
+        real = padding("right" if name == "Parakeet" and masks else kind, 3, 4 * TOKENS)
+        found = {"input_features": frames, **({"attention_mask": real.long()} if masks else {})}
+        halves = real[:, ::2] & real[:, 1::2]
+        kept = {"Granite Speech 5": halves, "SeamlessM4T": halves.new_ones(3, 2 * TOKENS + 1), "Parakeet": real[:, ::4]}
+        return found, kept.get(name, real)
+    return {"input_ids": ids, **masks}, mask
+
+
+@pytest.mark.parametrize("kind", ["no", "left", "right"])
+@pytest.mark.parametrize("name", BIASED)
+def test_a_model_computes_what_it_does_with_eager(name: str, kind: str) -> None:
+    inputs, real = inputs_of(name, kind)
+    with Doubled():
+        assert_equal_models(*both(name), real, 1e-10, **inputs)
+
+
+def found_by(model: Any, real: Tensor, inputs: dict[str, Any]) -> list[Tensor]:
+    """The outputs that are real, and all gradients, in parts of the largest gradient."""
+    model.zero_grad()
+    output = model(**inputs)[0][real]
+    output.square().sum().backward()
+    grads = [weight.grad.double() for weight in model.parameters() if weight.grad is not None]
+    largest = max(grad.abs().max() for grad in grads)
+    return [output.double() / output.abs().max(), *(grad / largest for grad in grads)]
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_float32_is_as_close_as_eager(name: str) -> None:
+    inputs, real = inputs_of(name, "right")
+    with Doubled():
+        truth = found_by(both(name)[0], real, inputs)
+    inputs = {field: x.float() if x.is_floating_point() else x for field, x in inputs.items()}
+    errors = []
+    for model in both(name):
+        found = found_by(copy.deepcopy(model).float(), real, inputs)
+        errors.append(max(float((a - b).detach().abs().max()) for a, b in zip(found, truth, strict=True)))
+    assert errors[1] <= max(1e-5, 2 * errors[0])
+
+
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}])
+@pytest.mark.parametrize("name", [*T5_FAMILY, *DECODERS])
+def test_generation_is_that_of_eager(name: str, how: dict[str, Any]) -> None:
+    inputs, _ = inputs_of(name, "left")
+    prompt = {field: inputs[field] for field in ("input_ids", "attention_mask")}
+    steps = {"max_new_tokens": 12, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    with torch.no_grad():
+        first, second = (copy.deepcopy(model).float().generate(**prompt, **steps, **how) for model in both(name))
+    assert torch.equal(first.sequences, second.sequences)
+    scores = torch.stack(first.scores)
+    torch.testing.assert_close(torch.stack(second.scores), scores, rtol=0, atol=1e-5 * float(scores.abs().max()))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_prompt_in_chunks_is_the_whole(name: str) -> None:
+    inputs, real = inputs_of(name, "left", torch.float32)
+    model = copy.deepcopy(both(name)[1]).float()
+    with torch.no_grad():
+        whole, cache = model(**inputs).logits, None
+        for first, end in ((0, 20), (20, 45), (45, 46), (46, TOKENS)):
+            part = {"input_ids": inputs["input_ids"][:, first:end], "attention_mask": inputs["attention_mask"][:, :end]}
+            out = model(**part, past_key_values=cache, use_cache=True)
+            cache, rows = out.past_key_values, real[:, first:end]
+            torch.testing.assert_close(out.logits[rows], whole[:, first:end][rows], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*T5_FAMILY, *DECODERS])
+def test_the_future_changes_nothing(name: str) -> None:
+    inputs, _ = inputs_of(name, "no")
+    field = "decoder_input_ids" if name in T5_FAMILY else "input_ids"
+    changed = {**inputs, field: torch.cat([inputs[field][:, :15], inputs[field][:, 15:] * 5 % 97], 1)}
+    with torch.no_grad():
+        outs = [both(name)[1](**each)[0] for each in (inputs, changed)]
+    # Experts multiply all tokens that chose them, and how many these are decides the rounding.
+    torch.testing.assert_close(outs[1][:, :15], outs[0][:, :15], rtol=0, atol=1e-12 if name == "Switch" else 0)
+    assert not torch.equal(outs[0][:, 15], outs[1][:, 15])
+
+
+LONG = {key: {"max_source_positions": 700} for key in ("SeamlessM4T", "wav2vec2-conformer", "w2v-BERT, relative")}
+LONG["MPT"] = {"max_seq_len": 600}
+LONG |= {name: {"max_position_embeddings": 600} for name in BIASED if name.startswith("DeBERTa")}
+
+
+@pytest.mark.parametrize("name", [name for name in BIASED if not name.startswith("Granite")])
+def test_no_tensor_has_all_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Products with vectors of distances are computed in pieces of so many bytes.
+    monkeypatch.setattr("ringtile.kernels.bias._BYTES", 1 << 20)
+    n, most = 600, {}
+    ids = torch.randint(3, 97, (1, n))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(500, n), 0)}
+    if name in T5_FAMILY:
+        inputs["decoder_input_ids"] = ids
+    elif name == "wav2vec2-conformer":
+        inputs = {"input_values": torch.randn(1, 4 * n + 6)}
+    elif name in SPEECH:
+        frames = torch.randn(1, n * (4 if name == "Parakeet" else 1), 16)
+        real = torch.ones(frames.shape[:2]).long()
+        real[:, -n // 4 :] = 0
+        inputs = {"input_features": frames, "attention_mask": real}
+    for how in ("ringtile", "eager"):
+        model = built(name, torch.float32, **LONG.get(name, {}))
+        model = use_ringtile(model) if how == "ringtile" else model
+        with Largest() as largest:
+            model(**inputs)[0].sum().backward()
+        most[how] = largest.most
+    assert most["ringtile"] < n * n
+    assert most["eager"] >= 4 * n * n
+
+
+def test_packed_rows_of_t5() -> None:
+    config = BIASED["T5"]()[1]
+    torch.manual_seed(0)
+    model = use_ringtile(randomized(hf.T5EncoderModel._from_config(config, dtype=torch.float64)))
+    ids, lengths = torch.randint(3, 97, (1, 60)), [17, 1, 42]
+    bounds = torch.tensor([0, 17, 18, 60]).int()
+    packed = model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)[0]
+    apart = torch.cat([model(part)[0] for part in ids.split(lengths, 1)], 1)
+    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-12)
+    assert (model(ids)[0] - apart).abs().max() > 0.1
+
+
+def test_a_window_of_t5_is_that_of_a_mask() -> None:
+    config = BIASED["T5"]()[1]
+    torch.manual_seed(0)
+    first = randomized(hf.T5EncoderModel._from_config(config, attn_implementation="eager", dtype=torch.float64))
+    second = use_ringtile(copy.deepcopy(first), "window(8)")
+    ids, at = torch.randint(3, 97, (2, TOKENS)), torch.arange(TOKENS)
+    far = (at[:, None] - at).abs() > 8
+    mask = torch.zeros(2, 1, TOKENS, TOKENS, dtype=torch.float64).masked_fill(far, torch.finfo(torch.float64).min)
+    torch.testing.assert_close(second(ids)[0], first(ids, attention_mask=mask)[0], rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="pattern: expected a function of the attention module for a model with cross"):
+        use_ringtile(built("T5"), Window(8))(ids, decoder_input_ids=ids)
+
+
+@pytest.mark.parametrize(("name", "reach"), [("Parakeet", 24), ("w2v-BERT", 24), ("Granite Speech 5", 40)])
+def test_a_window_of_a_conformer_reaches_no_farther(name: str, reach: int) -> None:
+    # Two layers with windows of 8 and convolutions of 2 frames on each side, and those of the subsampling.
+    inputs, _ = inputs_of(name, "no")
+    far = {"input_features": inputs["input_features"].clone()}
+    far["input_features"][:, 200:] += 1
+    frames = 200 // {"w2v-BERT": 1, "Parakeet": 4}.get(name, 2) - reach
+    for pattern, same in (("window(8)", True), (None, False)):
+        model = use_ringtile(built(name), pattern)
+        if name == "Granite Speech 5" and pattern is None:
+            continue
+        with torch.no_grad():
+            outs = [model(**each)[0][:, :frames] for each in (inputs, far)]
+        assert torch.equal(*outs) == same
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_give_the_table_its_gradient(use_reentrant: bool) -> None:
+    inputs, grads = inputs_of("T5", "right")[0], []
+    for checkpoints in (False, True):
+        model = copy.deepcopy(both("T5")[1]).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        model(**inputs, use_cache=False)[0].square().sum().backward()
+        grads.append({key: w.grad for key, w in model.named_parameters() if w.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for key, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][key], grad, rtol=0, atol=1e-10 * grad.abs().max())
+
+
+@pytest.mark.parametrize("name", ["T5", "UMT5", "w2v-BERT", "Parakeet", "DeBERTa-v2", "BLOOM"])
+def test_copies_and_switches(name: str) -> None:
+    inputs, _ = inputs_of(name, "right")
+    first, second = both(name)
+    copies = copy.deepcopy(second), pickle.loads(pickle.dumps(second))
+    with torch.no_grad(), Doubled():
+        expected = second(**inputs)[0]
+        for other in copies:
+            assert torch.equal(other(**inputs)[0], expected)
+        if name not in ("DeBERTa-v2", "BLOOM"):
+            # transformers changes no name of a model whose attention is written by hand.
+            back = copy.deepcopy(second)
+            back.set_attn_implementation("eager")
+            assert torch.equal(back(**inputs)[0], first(**inputs)[0])
+            assert torch.equal(use_ringtile(back)(**inputs)[0], expected)
+        for key, weight in first.state_dict().items():
+            assert torch.equal(second.state_dict()[key], weight)
+
+
+def test_an_encoder_is_one_graph() -> None:
+    first, second = (copy.deepcopy(model).get_encoder() for model in both("T5"))
+    inputs, _ = inputs_of("T5", "right")
+    inputs.pop("decoder_input_ids")
+    counter = graph_counter()
+    found = torch.compile(second, fullgraph=True, backend=counter)(**inputs)[0]
+    assert counter.frame_count == 1
+    torch.testing.assert_close(found[padding("right")], first(**inputs)[0][padding("right")], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in BIASED if name != "Granite Speech"])
+def test_weights_and_other_functions_are_refused(name: str) -> None:
+    inputs, _ = inputs_of(name, "no")
+    model = both(name)[1]
+    with pytest.raises(ValueError, match="output_attentions: ringtile does not support attention weights"):
+        model(**inputs, output_attentions=True)
+    message = "attend: expected a model without cross attention|expected a layer without softcap, sinks and bias"
+    with pytest.raises(ValueError, match=message):
+        use_ringtile(copy.deepcopy(model), attend=lambda query, key, value, **options: query)(**inputs)
+
+
+def test_what_a_bias_cannot_honor_is_refused() -> None:
+    ids = torch.randint(3, 97, (1, 20))
+    gap = torch.ones(1, 20).long().index_fill(1, torch.tensor([7]), 0)
+    with pytest.raises(ValueError, match="attention_mask: expected padding before or after the tokens"):
+        both("BLOOM")[1](ids, attention_mask=gap)
+    with pytest.raises(ValueError, match="max_seq_len: expected at least 129 keys, got 128"):
+        both("MPT")[1](torch.randint(3, 97, (1, 129)))
+    exact = built("BLOOM", pretraining_tp=2, slow_but_exact=True)
+    with pytest.raises(ValueError, match="slow_but_exact: expected False, got True"):
+        use_ringtile(exact)(ids)
+    with pytest.raises(ValueError, match="query_states, relative_pos: expected None"):
+        both("DeBERTa-v2")[1].deberta.encoder(torch.randn(1, 20, 64).double(), ids > 0, relative_pos=ids)
+    parakeet = built("Parakeet")
+    parakeet.config.encoder_config.dropout_positions = 0.1
+    with pytest.raises(ValueError, match=r"dropout_positions: expected 0 in training, got 0\.1"):
+        use_ringtile(parakeet).train()(torch.randn(1, 80, 16).double())
+    config = hf.SwinConfig(image_size=32, patch_size=2, window_size=4, depths=[1], num_heads=[2])
+    swin = use_ringtile(randomized(hf.SwinModel(config)))
+    with pytest.raises(ValueError, match="a bias on the scores is not supported"):
+        swin(torch.randn(1, 3, 32, 32))
+    by_name = hf.T5EncoderModel._from_config(BIASED["T5"]()[1], attn_implementation="ringtile")
+    with pytest.raises(ValueError, match=r"position_bias: ringtile does not support a bias .* unless use_ringtile"):
+        by_name(ids)
+    with pytest.raises(ValueError, match=r"BloomModel ignores it, .* and call use_ringtile\(model\)"):
+        hf.BloomForCausalLM._from_config(BIASED["BLOOM"]()[1], attn_implementation="ringtile")

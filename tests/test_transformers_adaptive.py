@@ -214,7 +214,7 @@ def test_dropout_scale_and_gradients_reach_it() -> None:
 
 @pytest.mark.parametrize(("model", "name"), [("Gemma2", "softcap"), ("gpt-oss", "s_aux")])
 def test_layers_that_it_cannot_compute(model: str, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected a layer without softcap and sinks"):
+    with pytest.raises(ValueError, match=f"{name}: expected a layer without softcap, sinks and bias"):
         use_ringtile(made(model), attend=Random())(tokens(1))
 
 

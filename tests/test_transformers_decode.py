@@ -338,7 +338,7 @@ def test_patterns_and_other_masks() -> None:
 @pytest.mark.parametrize(("model", "name"), [("Gemma2", "softcap"), ("gpt-oss", "s_aux")])
 def test_layers_that_it_cannot_compute(model: str, name: str) -> None:
     switched = use_ringtile(made(model), decode=CHOICE)
-    with pytest.raises(ValueError, match=f"{name}: expected a layer without softcap and sinks for decode="):
+    with pytest.raises(ValueError, match=f"{name}: expected a layer without softcap, sinks and bias for decode="):
         generated(switched, tokens(1))
 
 

@@ -26,7 +26,7 @@ SANITIZE = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -fsanitize=a
 .NOTPARALLEL:
 
 demo: .venv/ready-plot .venv/ready-native
-	.venv/bin/ringtile demo --out .venv/demo $(ARGS)
+	.venv/bin/python -m demo --out .venv/demo $(ARGS)
 
 test: .venv/ready-dev .venv/ready-native
 	.venv/bin/python -m pytest -q --numprocesses=auto --dist=loadgroup $(ARGS)

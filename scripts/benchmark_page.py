@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import re
 import statistics
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -523,7 +524,7 @@ def readme(text: str, found: Mapping[str, Record]) -> str:
 
 
 def start_page(text: str, trains: Mapping[str, Any]) -> str:
-    """Return docs/getting-started.md with the figures of the training in `ringtile demo`."""
+    """Return docs/getting-started.md with the figures of the training in `make demo`."""
     sparse, dense = (trains["trains"]["runs"][label] for label in ("sparse", "dense"))
     early, last, theirs = sparse["held_out"][0], sparse["held_out"][-1], dense["held_out"][-1]
     bits = [f"{one['bits']:.2f}" for one in (last, theirs, early)]
@@ -554,11 +555,10 @@ def measure(names: Iterable[str]) -> None:
     """Measure records, and continue interrupted ones. Raises SystemExit if other processes used the machine."""
     for name in names:
         if name == "trains":
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                status = cli.main(["demo", "--only", "trains", "--json", "--out", ".venv/demo"])
-            if status == 0:
-                write_whole(TRAINS, printed.getvalue())
+            command = [sys.executable, "-m", "demo", "--only", "trains", "--json", "--out", ".venv/demo"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if (status := done.returncode) == 0:
+                write_whole(TRAINS, done.stdout)
         else:
             path = FOLDER / f"bench-{name}.json"
             resume = path.exists() and Record.from_json(path.read_text(encoding="utf-8")).interrupted

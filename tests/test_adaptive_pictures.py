@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import sys
 from collections.abc import Callable
@@ -13,6 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import adaptive_pictures
+from adaptive_pictures import (
+    _outlines,
+    densities,
+    plot_attention,
+    plot_density,
+    plot_recall,
+    tile_masses,
+)
+
 from ringtile.adaptive import (
     ControlReport,
     QualityReport,
@@ -21,17 +34,14 @@ from ringtile.adaptive import (
 )
 from ringtile.index import build_index
 from ringtile.patterns import Causal, Documents, Pattern, Window, per_head
-from ringtile.tools.adaptive_pictures import (
-    _outlines,
-    densities,
-    plot_attention,
-    plot_density,
-    plot_recall,
-    tile_masses,
-)
 from ringtile.tools.plot import picture
 
 mcolors = pytest.importorskip("matplotlib.colors")
+
+
+def test_the_examples_print_what_they_say() -> None:
+    found = doctest.testmod(adaptive_pictures)
+    assert (found.failed, found.attempted > 10) == (0, True)
 
 
 def report_of(density: Tensor) -> ControlReport:
@@ -90,7 +100,7 @@ def exact_masses(q: Tensor, k: Tensor, allowed: Tensor, block: int, start: int, 
 def test_masses_are_those_of_dense_attention(
     n_queries: int, n_keys: int, reference: Pattern | None, masked: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringtile.tools.adaptive_pictures._ROWS", rows)
+    monkeypatch.setattr(adaptive_pictures, "_ROWS", rows)
     q, k = torch.randn(2, 4, n_queries, 16), torch.randn(2, 2, n_keys, 16)
     mask = torch.rand(2, n_keys) < 0.6 if masked else None
     index = build_index(Causal() & Window(40), n_queries, n_keys, num_heads=4, block=32)

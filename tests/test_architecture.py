@@ -221,10 +221,10 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, co
         ("kernels/select.py", "def f():\n    from . import blockwise\n    from .native import run"),
         ("kernels/__init__.py", "from ringtile.kernels.select import choose"),
         ("tools/show.py", "from ringtile import __version__\nfrom ringtile.tools.plot import draw"),
-        ("tools/demo/fast.py", "from ringtile.tools import bench\nfrom ringtile import sparse_attention"),
-        ("cli.py", "from ringtile.tools import demo\ntry:\n    pass\nexcept ValueError:\n    pass"),
-        ("tools/demo/trains.py", "model.eval()\nimport torch.nn.functional"),
-        ("tools/demo/fast.py", "try:\n    pass\nexcept BaseException:\n    print()\n    raise"),
+        ("tools/hf/study.py", "from ringtile.tools import bench\nfrom ringtile import sparse_attention"),
+        ("cli.py", "from ringtile.tools import hf\ntry:\n    pass\nexcept ValueError:\n    pass"),
+        ("tools/hf/models.py", "model.eval()\nimport torch.nn.functional"),
+        ("tools/hf/study.py", "try:\n    pass\nexcept BaseException:\n    print()\n    raise"),
     ],
 )
 def test_what_the_rules_allow_is_not_complained_about(tmp_path: Path, path: str, source: str) -> None:
@@ -232,7 +232,7 @@ def test_what_the_rules_allow_is_not_complained_about(tmp_path: Path, path: str,
         "kernels/contracts.py",
         "kernels/blockwise/plan.py",
         "kernels/philox.py",
-        "tools/demo/__init__.py",
+        "tools/hf/__init__.py",
         path,
     ):
         (tmp_path / "ringtile" / module).parent.mkdir(parents=True, exist_ok=True)

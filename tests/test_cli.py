@@ -60,7 +60,7 @@ def test_each_end_has_its_status(ending: Callable[..., None], capsys: pytest.Cap
     # A mistake of ours keeps its traceback.
     ending(raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
-        cli.main(["demo"])
+        cli.main(["bench"])
 
 
 def test_what_does_not_parse_is_one_line_and_status_2(
@@ -99,7 +99,7 @@ def test_a_verb_loads_only_its_own_room() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "ringtile.tools.doctor" in loaded
-    assert loaded.isdisjoint({"ringtile.tools.demo", "ringtile.tools.show", "ringtile.tools.bench", "matplotlib"})
+    assert loaded.isdisjoint({"ringtile.tools.show", "ringtile.tools.bench", "matplotlib"})
 
 
 def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,6 @@ def test_sizes_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str]) -
         ("show causal --tokens 8 --heads 99999999999999999999", "ringtile show: error: argument --heads: expected"),
         ("show causal --tokens 8 --heads 1e12", "ringtile: error: num_heads: expected an integer from"),
         ("bench causal --tokens 1e12 --batch 1e9", "ringtile: error: Storage size calculation over"),
-        ("demo --context 0", "ringtile demo: error: argument --context: expected"),
     ):
         try:
             status: object = cli.main(line.split())

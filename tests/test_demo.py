@@ -1,11 +1,12 @@
-"""`ringtile demo`: what each act claims is measured and checked, and an interrupted or resumed run keeps its word."""
+"""`make demo`: what each act claims is measured and checked, and an interrupted or resumed run keeps its word."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
@@ -17,26 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+import demo
+from demo import fast, right, trains
+from demo.fast import Fast, LengthRow
+from demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
+from demo.trains import ModelSize, Trains, load_corpus
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index
 from ringtile.patterns import Causal, GlobalTokens, Window, per_head
-from ringtile.tools import demo
 from ringtile.tools.bench import blank_row
 from ringtile.tools.bench.peers import Attention, Case, Ringtile
-from ringtile.tools.demo import fast, right, trains
-from ringtile.tools.demo.fast import Fast, LengthRow
-from ringtile.tools.demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
-from ringtile.tools.demo.trains import ModelSize, Trains, load_corpus
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import DIRECTIONS, FORWARD
 
+ROOT = Path(__file__).parents[1]
 SMALL = ModelSize(width=32, layers=2, heads=1)
 
 
 def run(*argv: str) -> int:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return demo.run(parser.parse_args(argv))
+    return demo.main(argv)
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +334,7 @@ def test_a_busy_machine_is_mentioned(monkeypatch, tmp_path, capsys):
 
 def test_bad_arguments_are_named_before_any_work(capsys):
     for argv, complaint in (
+        (["--context", "0"], "argument --context: expected"),
         (["--context", "10"], "--context: .*got 10"),
         (["--seconds", "0"], r"--seconds: .*got 0\.0"),
         (["--seconds", "nan"], "--seconds: .*got nan"),
@@ -342,6 +345,15 @@ def test_bad_arguments_are_named_before_any_work(capsys):
         (["--out", __file__], "--out: .*test_demo"),
         (["--only", "right", "--pattern", "documents([3, 4])"], "documents"),
     ):
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises(SystemExit, match="2"):
             run(*argv)
-    assert capsys.readouterr().out == ""
+        said = capsys.readouterr()
+        assert (said.out, said.err.startswith("usage: python -m demo ")) == ("", True)
+        assert re.search(f"\npython -m demo: error: .*{complaint}", said.err), said.err
+
+
+def test_make_runs_the_module() -> None:
+    assert ".venv/bin/python -m demo --out .venv/demo $(ARGS)" in (ROOT / "Makefile").read_text()
+    done = subprocess.run([sys.executable, "-m", "demo", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--only {right,fast,trains}" in done.stdout

@@ -93,6 +93,8 @@ WITH_MODELS = ["how-to/embeddings.md"]
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in WITH_MODELS])
 def test_programs_on_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # Files of the repository that a page has you copy.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     names: dict[str, object] = {"__name__": page}
     skipped = []
     for body in blocks(page, "python"):

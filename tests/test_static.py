@@ -27,7 +27,7 @@ def output_of(*command: str) -> tuple[int, str]:
 
 
 def test_ruff() -> None:
-    status, output = output_of("-m", "ruff", "check", "src", "compat", "tests", "scripts", "benchmarks")
+    status, output = output_of("-m", "ruff", "check", "src", "compat", "demo", "tests", "scripts", "benchmarks")
     assert status == 0, output
 
 
@@ -58,7 +58,7 @@ def test_mypy_strict_passes_but_for_a_program_with_two_wrong_types(tmp_path: Pat
     program = tmp_path / "program.py"
     program.write_text(TYPED)
     # One run, because mypy takes seconds to read the types of torch.
-    _, output = output_of("-m", "mypy", "--strict", "src", "compat", str(program))
+    _, output = output_of("-m", "mypy", "--strict", "src", "compat", "demo", str(program))
     wrong = [number for number, line in enumerate(TYPED.splitlines(), 1) if "much" in line or "sinks" in line]
     found = re.findall(r"^.*: error:", output, re.M)
     assert len(wrong) == 2

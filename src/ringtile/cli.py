@@ -15,7 +15,6 @@ from typing import NoReturn
 import ringtile
 
 VERBS = {
-    "demo": ("ringtile.tools.demo", "measure exactness, speed and training in two minutes"),
     "show": ("ringtile.tools.show", "draw a pattern and print its density, memory and work"),
     "plan": ("ringtile.tools.predict.plan", "predict traffic, balance, memory and time of attention over many ranks"),
     "bench": ("ringtile.tools.bench", "time sparse attention against baselines, correctness first"),

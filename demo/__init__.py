@@ -1,4 +1,4 @@
-"""`ringtile demo`: exact, fast, and training on text, in about three minutes on two cores."""
+"""`make demo`, or `python -m demo`: exact, fast, and training on text, in about three minutes on two cores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from demo.fast import Fast
+from demo.right import Right
+from demo.trains import Trains
 from ringtile.patterns import TileGrid, parse
-from ringtile.tools.demo.fast import Fast
-from ringtile.tools.demo.right import Right
-from ringtile.tools.demo.trains import Trains
 from ringtile.tools.machine import busy_warning, commit, machine_facts, versions
 from ringtile.tools.plot import missing_matplotlib
 from ringtile.tools.progress import Progress, threads_text
@@ -23,7 +23,9 @@ from ringtile.tools.units import count, duration_text
 ACTS = ("right", "fast", "trains")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the acts. Return 0, 1 if a check failed, or 130 after Ctrl-C, which keeps the figures so far."""
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__, allow_abbrev=False)
     add, folder = parser.add_argument, Path("ringtile-demo")
     add("--only", action="append", choices=ACTS, help="run only this act (repeatable)")
     add("--seconds", type=float, default=60.0, help="sparse training time; dense gets a third of it (default: 60)")
@@ -34,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=folder, metavar="DIR", help=f"picture folder (default: {folder})")
     add("--seed", type=int, default=0, help="seed of inputs, weights and text windows (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of lines")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the acts. Return 0, 1 if a check failed, or 130 after Ctrl-C, which keeps the figures so far."""
-    acts = _acts(args)
+    args = parser.parse_args(argv)
+    try:
+        acts = _acts(args)
+    except ValueError as error:
+        parser.error(str(error))
     progress, began = Progress(quiet=args.json), time.monotonic()
     facts, found, warning, no_pictures = machine_facts(), versions(), busy_warning(), missing_matplotlib()
     progress.say(

@@ -10,10 +10,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from demo.bars import grouped_bars
 from ringtile.patterns import Causal, Dilated, Pattern, Window, bigbird, longformer
 from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Case, Ringtile
-from ringtile.tools.plot import BLUE, GREY, RED, grouped_bars, picture, plot_pattern
+from ringtile.tools.plot import BLUE, GREY, RED, picture, plot_pattern
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import BOTH
 

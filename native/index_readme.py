@@ -7,6 +7,7 @@ links into the repository become their text, and pictures are left out.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ def index_text(text: str, repository: str | None, version: str) -> str:
     return "".join(parts)
 
 
-def dynamic_metadata(field: str, settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, str]:
-    """Return the field `readme`, as scikit-build-core asks for it."""
+def dynamic_metadata(field: str, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the field `readme`, as scikit-build-core asks for it. Its older versions do not hand the project over."""
     if field != "readme" or settings:
         raise ValueError(f"expected the field 'readme' without settings, got {field=}, {settings=}")
-    repository = project["urls"].get("Repository") if "urls" in project else None
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository = project.get("urls", {}).get("Repository")
     text = Path("README.md").read_text(encoding="utf-8")
     return {"content-type": "text/markdown", "text": index_text(text, repository, project["version"])}

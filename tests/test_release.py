@@ -119,17 +119,24 @@ def test_on_an_index_links_are_absolute_or_text() -> None:
     assert code in found
 
 
-def test_the_address_of_the_repository_comes_from_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_the_address_of_the_repository_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = script("native/index_readme.py").dynamic_metadata
-    assert made("readme", {}, PROJECT)["content-type"] == "text/markdown"
-    known = made("readme", {}, PROJECT | {"urls": {"Repository": "https://example.org/o/r"}})["text"]
-    assert re.findall(r"\]\((?!https:|#)", known) == []
-    assert f"(https://example.org/o/r/blob/v{PROJECT['version']}/CITATION.cff)" in known
-    links = re.findall(r"https://[^)\s]+", made("readme", {}, PROJECT)["text"])
-    assert [link for link in links if "example.org" in link] == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project]\nversion = "1.2.3"\nurls.Repository = "https://example.org/o/r"\n')
+    found = made("readme", {})
+    assert found["content-type"] == "text/markdown"
+    assert re.findall(r"\]\((?!https:|#)", found["text"]) == []
+    assert "(https://example.org/o/r/blob/v1.2.3/CITATION.cff)" in found["text"]
+    assert "(https://example.org/o/r/raw/v1.2.3/docs/assets/speed.png)" in found["text"]
+    project.write_text('[project]\nversion = "1.2.3"\n')
+    text = made("readme", {})["text"]
+    assert "](docs/" not in text
+    assert "![" not in text
+    assert "CITATION.cff" in text
     with pytest.raises(ValueError, match="expected the field 'readme'"):
-        made("version", {}, PROJECT)
+        made("version", {})
 
 
 METADATA = """

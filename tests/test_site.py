@@ -51,11 +51,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @cache
-def script(name: str) -> ModuleType:
-    """A file of scripts/ as a module; they import one another."""
+def script(name: str, folder: str = "scripts") -> ModuleType:
+    """A file of scripts/ or benchmarks/ as a module; those of scripts/ import one another."""
     if str(ROOT / "scripts") not in sys.path:
         sys.path.append(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -98,7 +98,7 @@ def test_links_of_every_page_in_the_root_lead_to_files() -> None:
 
 def test_spelling(tmp_path: Path) -> None:
     pytest.importorskip("codespell_lib", reason="codespell is not installed: the dev extra has it")
-    folders = ("docs", "src", "compat", "demo", "scripts", "examples", "native", ".github")
+    folders = ("docs", "src", "compat", "demo", "scripts", "examples", "benchmarks", "native", ".github")
     texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SPELLED]
     texts += [path for path in ROOT.iterdir() if path.suffix in (".md", ".cff", ".toml", ".yml")]
     wrong = tmp_path / "wrong.md"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ringtile.adaptive import ControlReport, QualityReport, View
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
-from ringtile.tools.plot import axes_or_new, colors_on, is_dark, mark_positions, shade
+from ringtile.tools.plot import BLUE, ORANGE, PATTERN_COLORS, RED, axes_or_new, mark_positions, shade
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +24,40 @@ _MOST_NUMBERS = 400
 
 _LABEL_INCHES = 0.5
 """Height of the numbers and the label below an axis."""
+
+
+class Colors(NamedTuple):
+    """Colors that can be read on the background of some axes."""
+
+    ink: str
+    faint: str
+    series: tuple[str, ...]
+    """Lines and bars, the most important first."""
+    shades: tuple[str, ...]
+    """A scale that begins near the background."""
+
+
+_LIGHT = Colors("#22272e", "#e6e8eb", (BLUE, ORANGE, "#3b8a5a", "#8a5aa8", RED, "#6b7280"), PATTERN_COLORS)
+_DARK = Colors(
+    "#d5d9df",
+    "#333942",
+    ("#6cb0ea", "#f0954a", "#6cc492", "#bd93d8", "#ef7d76", "#9aa1a9"),
+    ("#262b33", "#1f4468", "#2f73ad", "#6cb0ea", "#d3e8fb"),
+)
+
+
+def is_dark(color: Any) -> bool:
+    """Return True for a color on which white text can be read."""
+    from matplotlib.colors import to_rgb
+
+    # The eye sees green as brighter than red, and red as brighter than blue.
+    red, green, blue = to_rgb(color)
+    return 0.3 * red + 0.59 * green + 0.11 * blue <= 0.5
+
+
+def colors_on(ax: Axes) -> Colors:
+    """Return the colors for axes on a light or a dark background."""
+    return _DARK if is_dark(ax.get_facecolor()) else _LIGHT
 
 
 def densities(shown: BlockIndex | ControlReport | Sequence[BlockIndex | ControlReport]) -> Tensor:

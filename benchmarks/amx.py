@@ -30,11 +30,10 @@ from ringtile import sparse_attention
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.patterns import Causal
-from ringtile.tools.bench import run_bench
+from ringtile.tools.bench import case_of, run_bench
 from ringtile.tools.bench.exact import relative_error
-from ringtile.tools.bench.peers import Attention, FlexAttention, Ringtile, SdpaDense
+from ringtile.tools.bench.peers import Attention, FlexAttention, Ringtile, SdpaDense, Task
 from ringtile.tools.bench.rows import Record, Row
-from ringtile.tools.bench.suites import Task, case_of
 from ringtile.tools.record import BOTH, DENSE, FORWARD, OURS, write_whole
 
 WINDOW = "causal & window(1024)"

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.suites import CLAIMED, CLAIMED_HEADS, CURVE, CURVE_TOKENS, claimed_pattern
 from demo.bars import grouped_bars
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.tools.bench import measure
 from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense
 from ringtile.tools.bench.rows import Row
-from ringtile.tools.bench.suites import CLAIMED, CLAIMED_HEADS, CURVE, CURVE_TOKENS, claimed_pattern
 from ringtile.tools.plot import BLUE, GREY, LIGHT_BLUE, NOTE, ORANGE, picture
 from ringtile.tools.progress import Progress, threads_text
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD

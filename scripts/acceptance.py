@@ -1,12 +1,16 @@
-"""The targets of the native kernel, and the results of a record of ``ringtile bench --suite acceptance``."""
+"""The targets of the native kernel, and the results of a record of `benchmarks/suites.py`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.suites import CURVE, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
 from ringtile.tools.bench.rows import Record, Row
-from ringtile.tools.bench.suites import CURVE, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
 from ringtile.tools.record import BOTH, DENSE, FORWARD, OURS
 
 RATIO, SHARE, MS, MIB, MICROSECONDS = "{:.2f}x", "{:.0%}", "{:.3g} ms", "{:.3g} MiB", "{:.0f} microseconds"

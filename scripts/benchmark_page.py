@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -24,9 +25,9 @@ from typing import Any
 
 from acceptance import bars, call_costs, row_of
 
-from ringtile import cli
+from benchmarks import suites
+from benchmarks.suites import TILES, WINDOWS
 from ringtile.tools.bench.rows import Record, Row, break_even
-from ringtile.tools.bench.suites import TILES, WINDOWS
 from ringtile.tools.page import Code, Heading, Part, Table, filled, markdown, table_lines
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, OURS, write_whole
 from ringtile.tools.units import bytes_text, count_text, duration_text
@@ -41,7 +42,7 @@ RECORDS = ("default", "density", "long", "short", "fallback", "acceptance", "gri
 """The records, in the order of the page. A record that does not exist yet has no section."""
 MEASURED = (*RECORDS[:-1], "trains")
 OPTIONS = {"fallback": ("--suite", "short", "--backend", "blockwise")}
-"""The options of `ringtile bench` for a record that does not have the name of its suite."""
+"""The options of `benchmarks/suites.py` for a record that does not have the name of its suite."""
 
 INTRODUCTION = """\
 # Benchmarks
@@ -138,12 +139,17 @@ def _machine(record: Record) -> str:
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['instruction_set']}; torch {versions['torch']}"
 
 
-def _made(record: Record) -> Iterator[Part]:
-    """Tell the command of a record, and what it ran on."""
+def words_of(name: str) -> list[str]:
+    """Return the arguments of `benchmarks/suites.py` for a record."""
+    return [*OPTIONS.get(name, ("--suite", name)), "--json", str((FOLDER / f"bench-{name}.json").relative_to(ROOT))]
+
+
+def _made(name: str, record: Record) -> Iterator[Part]:
+    """Tell the command that measures a record, and what it ran on."""
     head, _, changes = (record.commit or "unknown").partition("+")
     spreads = sorted(row.high_ms / row.low_ms for row in _timed(record, DENSE).values() if row.high_ms and row.low_ms)
     shared = {row.sizes for row in record.rows}
-    yield Code(str(record.command), "sh")
+    yield Code(shlex.join(["python", "benchmarks/suites.py", *words_of(name)]), "sh")
     lines = [
         f"{_machine(record)}, {record.machine['threads']} threads, Python {record.versions['python']}, commit "
         f"`{head[:12]}`{' with ' + changes if changes else ''}. {f'{shared.pop()}. ' if len(shared) == 1 else ''}"
@@ -270,7 +276,7 @@ def _documents(found: Mapping[str, Record]) -> Iterator[Part]:
 
 def _section(name: str, record: Record) -> Iterator[Part]:
     yield SECTIONS[name]
-    yield from _made(record)
+    yield from _made(name, record)
     if name == "default":
         yield _extremes(record)
     if name in ("default", "short", "fallback"):
@@ -562,8 +568,7 @@ def measure(names: Iterable[str]) -> None:
         else:
             path = FOLDER / f"bench-{name}.json"
             resume = path.exists() and Record.from_json(path.read_text(encoding="utf-8")).interrupted
-            words = ["bench", *OPTIONS.get(name, ("--suite", name)), "--json", str(path.relative_to(ROOT))]
-            status = cli.main([*words, *(["--resume"] if resume else [])])
+            status = suites.main([*words_of(name), *(["--resume"] if resume else [])])
             if not status and (share := free(Record.from_json(path.read_text(encoding="utf-8")))) < LEAST_FREE:
                 raise SystemExit(
                     f"{path.name}: other processes left {share:.0%} of the processor, expected {LEAST_FREE:.0%}: "

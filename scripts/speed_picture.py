@@ -9,8 +9,8 @@ from benchmark_page import records
 from matplotlib.axes import Axes
 from pictures import INK, TEXT
 
+from benchmarks.suites import WINDOWS
 from ringtile.tools.bench.rows import Record, Row
-from ringtile.tools.bench.suites import WINDOWS
 from ringtile.tools.plot import picture
 from ringtile.tools.record import BOTH, DENSE, OURS
 from ringtile.tools.units import count_text, duration_text

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -18,6 +19,10 @@ import torch
 from oracle import make_inputs, oracle
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks import suites
+from benchmarks.suites import CLAIMED, PEERS, SUITES, random_tiles, suite
 from ringtile import cli
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose
 from ringtile.kernels.native.library import reason_against
@@ -25,12 +30,11 @@ from ringtile.kernels.native.precision import Arithmetic
 from ringtile.kernels.reference import attention_reference
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, RandomBlocks, Window, per_head
 from ringtile.tools import bench, machine, memory
-from ringtile.tools.bench import exact, measure, roofline, run_bench, wrong_rows
+from ringtile.tools.bench import PATTERNS, TOKENS, exact, measure, roofline, run_bench, wrong_rows
 from ringtile.tools.bench.exact import relative_error
-from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense, all_peers
+from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense, Task, all_peers
 from ringtile.tools.bench.roofline import Work, limit_ms
 from ringtile.tools.bench.rows import Record, Row, break_even, slower_rows
-from ringtile.tools.bench.suites import CLAIMED, PATTERNS, PEERS, SUITES, TOKENS, Task, random_tiles, suite
 from ringtile.tools.memory import Peaks, peak_memory
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, write_whole
 
@@ -693,10 +697,11 @@ def test_the_cells_of_a_suite_are_told_apart():
 
 def test_a_suite_runs_and_is_resumed(tmp_path, capsys):
     path = tmp_path / "r.json"
-    words = ("bench", "--suite", "smoke", "--seconds", "0", "--json", str(path))
-    assert cli.main(list(words)) == 0
+    words = ("--suite", "smoke", "--seconds", "0", "--json", str(path))
+    assert suites.main(words) == 0
     whole = Record.from_json(path.read_text())
     assert not whole.interrupted
+    assert whole.command == f"python benchmarks/suites.py --suite smoke --seconds 0 --json {path}"
     assert all(row.median_ms is not None for row in whole.rows if row.peer == "ringtile")
     assert len(whole.rows) == sum(len(task.directions) * len(task.peers) for task in suite("smoke"))
     assert capsys.readouterr().out.count("of tiles") == len(suite("smoke"))
@@ -704,14 +709,14 @@ def test_a_suite_runs_and_is_resumed(tmp_path, capsys):
     second = [row for row in whole.rows if row.asked == "dilated([2], 4096)"]
     rows = [row for row in whole.rows if row not in second][:-1]
     path.write_text(replace(whole, rows=tuple(rows), interrupted=True).to_json())
-    assert cli.main([*words, "--resume"]) == 0
+    assert suites.main([*words, "--resume"]) == 0
     again = Record.from_json(path.read_text())
     assert not again.interrupted
     assert [row.problem for row in again.rows] == [row.problem for row in whole.rows]
     assert [row for row in again.rows if row in whole.rows] == rows[:-2]
     assert capsys.readouterr().out.count("of tiles") == 2
     # A whole record stays as it is.
-    assert cli.main([*words, "--resume"]) == 0
+    assert suites.main([*words, "--resume"]) == 0
     assert Record.from_json(path.read_text()).rows == again.rows
 
 
@@ -727,8 +732,9 @@ def test_what_was_measured_otherwise_is_not_resumed(fakes, tmp_path, capsys):
         assert f"has {name} " in capsys.readouterr().err
     assert run(*words[:5], "--resume") == 2
     assert "expected --json PATH, too" in capsys.readouterr().err
-    assert cli.main(["bench", "window(5)", "--suite", "smoke"]) == 2
-    assert "--suite: smoke has its own patterns" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        suites.main(["--suite", "smoke", "--resume"])
+    assert ": error: --resume: expected --json PATH, too\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--resume", "--against"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,42 +49,8 @@ def _style(background: str, edge: str, ink: str, grid: str, ticks: str) -> dict[
 _STYLE = _style("white", "#b8bdc4", _INK, "#e6e8eb", "#4a5059")
 _DARK_STYLE = _style("#1b1e24", "#5b626c", "#d5d9df", "#333942", "#aab1bb")
 
-_PATTERN_COLORS = ("#f3f4f6", "#cfe0f0", "#7fb0d8", "#2f73ad", "#123f6d")
+PATTERN_COLORS = ("#f3f4f6", "#cfe0f0", "#7fb0d8", "#2f73ad", "#123f6d")
 _CHUNK_TILES = 64
-
-
-class Colors(NamedTuple):
-    """Colors that can be read on the background of some axes."""
-
-    ink: str
-    faint: str
-    series: tuple[str, ...]
-    """Lines and bars, the most important first."""
-    shades: tuple[str, ...]
-    """A scale that begins near the background."""
-
-
-_LIGHT = Colors(_INK, "#e6e8eb", (BLUE, ORANGE, "#3b8a5a", "#8a5aa8", RED, "#6b7280"), _PATTERN_COLORS)
-_DARK = Colors(
-    "#d5d9df",
-    "#333942",
-    ("#6cb0ea", "#f0954a", "#6cc492", "#bd93d8", "#ef7d76", "#9aa1a9"),
-    ("#262b33", "#1f4468", "#2f73ad", "#6cb0ea", "#d3e8fb"),
-)
-
-
-def is_dark(color: Any) -> bool:
-    """Return True for a color on which white text can be read."""
-    from matplotlib.colors import to_rgb
-
-    # The eye sees green as brighter than red, and red as brighter than blue.
-    red, green, blue = to_rgb(color)
-    return 0.3 * red + 0.59 * green + 0.11 * blue <= 0.5
-
-
-def colors_on(ax: Axes) -> Colors:
-    """Return the colors for axes on a light or a dark background."""
-    return _DARK if is_dark(ax.get_facecolor()) else _LIGHT
 
 
 def missing_matplotlib() -> str | None:
@@ -232,7 +198,7 @@ def plot_pattern(
     first = index.first_row * index.block
     # Cells begin at tile boundaries. With start 30, block 64 and cells of 8, the first one begins at 24.
     top = first + (index.start - first) // side * side
-    shade(ax, shares, _PATTERN_COLORS, (0, shares.shape[1] * side, top + shares.shape[0] * side, top))
+    shade(ax, shares, PATTERN_COLORS, (0, shares.shape[1] * side, top + shares.shape[0] * side, top))
     return mark_positions(ax, index)
 
 
@@ -267,7 +233,7 @@ def plot_traffic(traffic: Tensor, ax: Axes | None = None, *, pixels: int = 256) 
     merged = -(-n_ranks // pixels)
     cells = torch.nn.functional.pad(traffic, (0, -n_ranks % merged) * 2)
     most = cells.unflatten(1, (-1, merged)).unflatten(0, (-1, merged)).amax((1, 3)) / 2**20
-    shade(ax, most, _PATTERN_COLORS, (0, len(cells), len(cells), 0), float(most.max()) or 1.0)
+    shade(ax, most, PATTERN_COLORS, (0, len(cells), len(cells), 0), float(most.max()) or 1.0)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MultipleLocator(_doubling(n_ranks)))
     ax.set(xlim=(0, n_ranks), ylim=(n_ranks, 0), xlabel="receiving rank", ylabel="sending rank")

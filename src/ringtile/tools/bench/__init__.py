@@ -16,20 +16,23 @@ from typing import Any
 
 import torch
 
+from ringtile.index.density import with_density
 from ringtile.kernels.native.library import peak_rates
 from ringtile.kernels.select import NAMES
 from ringtile.patterns import parse
 from ringtile.tools.bench.exact import Exact
-from ringtile.tools.bench.peers import Attention, Case, Peer, all_peers
+from ringtile.tools.bench.peers import Attention, Case, Peer, Task, all_peers
 from ringtile.tools.bench.roofline import limit_ms, passes_of
 from ringtile.tools.bench.rows import Record, Row, break_even, slower_rows
-from ringtile.tools.bench.suites import PATTERNS, SUITES, TOKENS, Task, case_of, suite
 from ringtile.tools.machine import busy_warning, origin
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, DTYPES, FORWARD, OURS, write_whole
 from ringtile.tools.timing import interleaved, seconds_of
 from ringtile.tools.units import count, first_line
 
+PATTERNS = ("causal & window(256, 0)", "longformer(128, 16)", "bigbird")
+TOKENS = (26, 64, 128, 200, 256, 512, 1024, 4096)
+"""What ``ringtile bench`` measures by default."""
 CLOCK, CLOCK_SECONDS = "fma_float32", 0.004
 """The rate measured between rounds, and for how long: it tells how much of the processor was free."""
 MIN_ROUNDS = 3
@@ -260,12 +263,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--direction", nargs="+", default=DIRECTIONS, choices=DIRECTIONS, help="directions (default: both)")
     names = f"besides dense: {', '.join(others)}"
     add("--peers", nargs="*", default=others, choices=others, metavar="NAME", help=names)
-    add("--backend", choices=NAMES, help="backend of ringtile (default: automatic)")
     add("--device", default="cpu", metavar="DEVICE", help="device (default: cpu)")
+    add_record_arguments(parser)
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that do not choose cases."""
+    add = parser.add_argument
+    add("--backend", choices=NAMES, help="backend of ringtile (default: automatic)")
     rounds = "time to measure each case and direction (default: 0.3)"
     add("--seconds", type=float, default=0.3, metavar="S", help=rounds)
     add("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
-    add("--suite", choices=SUITES, help="the cases of a record of docs/benchmarks.md, instead of the arguments above")
     add("--json", metavar="PATH", help="write the record; - prints it to standard output instead of the table")
     add("--resume", action="store_true", help="with --json PATH: keep the cases that the file has, measure the others")
     add("--against", type=Path, metavar="RECORD", help="fail if ringtile became slower, as a ratio to dense")
@@ -282,6 +290,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def case_of(text: str, n_tokens: int, *, heads: int, **sizes: Any) -> Case:
+    """Build a case from a pattern's text. " at P" at its end solves the free parameter for a density of pairs."""
+    asked, _, density = text.partition(" at ")
+    pattern = parse(asked)
+    if density:
+        block = sizes.get("block", 128)
+        pattern = with_density(pattern, float(density), n_tokens, num_heads=heads, block=block).pattern
+    return Case(text, pattern, n_tokens, heads=heads, **sizes)
+
+
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
     sizes = {"batch": args.batch, "head_dim": args.head_dim, "device": _device(args.device)}
     for text in args.patterns:
@@ -293,14 +311,8 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def _tasks(args: argparse.Namespace) -> list[Task]:
-    if args.seconds < 0 or args.max_slowdown < 1:
-        raise ValueError(f"expected --seconds >= 0 and --max-slowdown >= 1, got {args.seconds}, {args.max_slowdown}")
-    if args.suite is None:
-        peers = tuple(peer for peer in all_peers(args.backend) if peer.name in (OURS, DENSE, *args.peers))
-        return [Task(case, peers, tuple(args.direction)) for case in _cases(args)]
-    if args.patterns != PATTERNS:
-        raise ValueError(f"--suite: {args.suite} has its own patterns, got {args.patterns}")
-    return suite(args.suite, args.backend)
+    peers = tuple(peer for peer in all_peers(args.backend) if peer.name in (OURS, DENSE, *args.peers))
+    return [Task(case, peers, tuple(args.direction)) for case in _cases(args)]
 
 
 def _read(option: str, path: Path) -> Record:
@@ -326,8 +338,13 @@ def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...
 
 
 def run(args: argparse.Namespace) -> int:
+    return measure_tasks(_tasks(args), args)
+
+
+def measure_tasks(tasks: Sequence[Task], args: argparse.Namespace) -> int:
     """Measure, print and write. Return 0, 1 if ringtile is wrong or slower than ``--against`` allows, 130 on Ctrl-C."""
-    tasks = _tasks(args)
+    if args.seconds < 0 or args.max_slowdown < 1:
+        raise ValueError(f"expected --seconds >= 0 and --max-slowdown >= 1, got {args.seconds}, {args.max_slowdown}")
     before = None if args.against is None else _read("--against", args.against)
     json_path = None if args.json in (None, "-") else Path(args.json)
     if json_path is not None and not json_path.parent.is_dir():

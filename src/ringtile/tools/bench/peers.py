@@ -17,7 +17,7 @@ from ringtile.index import BlockIndex, build_index
 from ringtile.index.block_lists import to_block_mask
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.facts import sees_no_future
-from ringtile.tools.record import DENSE, OURS
+from ringtile.tools.record import DENSE, DIRECTIONS, OURS
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of q, k and v ``[B, H, N, D]`` that returns an output of the same shape."""
@@ -93,6 +93,15 @@ class Peer:
     def prepare(self, case: Case) -> Attention:
         """Build what depends only on the pattern and the lengths, and return the attention."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Task:
+    """One case, the peers to measure on it, and the directions."""
+
+    case: Case
+    peers: tuple[Peer, ...]
+    directions: tuple[str, ...] = DIRECTIONS
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The cases of the records behind docs/benchmarks.md.
+"""Measure the cases of a record behind docs/benchmarks.md:
+
+    python benchmarks/suites.py --suite density --json benchmarks/records/bench-density.json
 
 The full product of lengths, densities, head dims, dtypes and baselines would take days. A suite is a set of slices: it
 varies one of them and keeps the others.
@@ -6,25 +8,24 @@ varies one of them and keeps the others.
 
 from __future__ import annotations
 
+import argparse
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringtile.index.density import with_density
-from ringtile.patterns import Blocks, Causal, Pattern, parse
-from ringtile.tools.bench.peers import Case, Peer, all_peers
+from ringtile.patterns import Blocks, Causal, Pattern
+from ringtile.tools import bench
+from ringtile.tools.bench import PATTERNS, TOKENS
+from ringtile.tools.bench.peers import Case, Peer, Task, all_peers
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS
 
 PEERS = (DENSE, "sdpa-mask", "flex", "torch.sparse")
 """All baselines."""
-
-PATTERNS = ("causal & window(256, 0)", "longformer(128, 16)", "bigbird")
-TOKENS = (26, 64, 128, 200, 256, 512, 1024, 4096)
-"""What ``ringtile bench`` measures by default."""
 
 CLAIMED = {0.5: 2.0, 0.25: 4.0, 0.1: 10.0, 0.05: 20.0, 0.02: 50.0}
 """The speedups that the block-sparse guide claims, by tile density."""
@@ -58,15 +59,6 @@ SPARSE = (("window(1) at 0.1", 128), ("window(1) at 0.05", 128), ("window(1) at 
 TILES = "random tiles at "
 
 
-@dataclass(frozen=True)
-class Task:
-    """One case, the peers to measure on it, and the directions."""
-
-    case: Case
-    peers: tuple[Peer, ...]
-    directions: tuple[str, ...] = DIRECTIONS
-
-
 def random_tiles(n_tiles: int, density: float, seed: int = 0) -> Tensor:
     """Draw a causal tile matrix, bool ``[n_tiles, n_tiles]``: the diagonal and random tiles below it."""
     kept = torch.eye(n_tiles, dtype=torch.bool)
@@ -83,18 +75,10 @@ def claimed_pattern(density: float, n_tokens: int, *, seed: int = 0, block: int 
 
 
 def case_of(text: str, n_tokens: int, *, heads: int, **sizes: Any) -> Case:
-    """Build a case from a pattern's text. " at P" at its end solves the free parameter for a density of pairs.
-
-    ``random tiles at P`` is `claimed_pattern`, whose P is a density of tiles.
-    """
-    asked, _, density = text.partition(" at ")
-    if text.startswith(TILES):
-        return Case(text, claimed_pattern(float(density), n_tokens), n_tokens, heads=heads, **sizes)
-    pattern = parse(asked)
-    if density:
-        block = sizes.get("block", 128)
-        pattern = with_density(pattern, float(density), n_tokens, num_heads=heads, block=block).pattern
-    return Case(text, pattern, n_tokens, heads=heads, **sizes)
+    """Build a case from a pattern's text, or from ``random tiles at P``, which is `claimed_pattern`."""
+    if not text.startswith(TILES):
+        return bench.case_of(text, n_tokens, heads=heads, **sizes)
+    return Case(text, claimed_pattern(float(text.removeprefix(TILES)), n_tokens), n_tokens, heads=heads, **sizes)
 
 
 def _cells(
@@ -165,10 +149,26 @@ _SUITES = {
     ],
 }
 SUITES = tuple(_SUITES)
-"""The names of ``ringtile bench --suite``."""
 
 
 def suite(name: str, backend: str | None = None) -> list[Task]:
     """Return the tasks of one of `SUITES`, in the order in which they are measured."""
     peers = {peer.name: peer for peer in all_peers(backend)}
     return [task for cells in _SUITES[name] for task in cells(peers)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure a suite as `ringtile bench` measures its patterns, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", required=True, choices=SUITES, help="the cases")
+    bench.add_record_arguments(parser)
+    args = parser.parse_args(argv)
+    args.command = shlex.join(["python", "benchmarks/suites.py", *argv])
+    try:
+        return bench.measure_tasks(suite(args.suite, args.backend), args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

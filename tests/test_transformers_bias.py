@@ -130,6 +130,21 @@ def test_a_prompt_in_chunks_is_the_whole(name: str) -> None:
             torch.testing.assert_close(out.logits[rows], whole[:, first:end][rows], rtol=0, atol=1e-5)
 
 
+def test_a_table_counts_from_the_first_token_of_a_static_cache() -> None:
+    ids, decoded = torch.randint(3, 97, (2, 30)), torch.randint(3, 97, (2, 15))
+    # The mask of all pairs counts from its last key, and the cache has room for 25 more.
+    far = torch.arange(40) > torch.arange(10, 15)[:, None]
+    mask = torch.zeros(2, 1, 5, 40, dtype=torch.float64).masked_fill(far, torch.finfo(torch.float64).min)
+    first, model = both("T5")
+    with torch.no_grad():
+        expected = first(input_ids=ids, decoder_input_ids=decoded)[0][:, 10:]
+        caches = hf.StaticCache(config=model.decoder.config, max_cache_len=40), hf.DynamicCache()
+        given = {"encoder_outputs": model.encoder(ids), "past_key_values": hf.EncoderDecoderCache(*caches)}
+        model(decoder_input_ids=decoded[:, :10], **given)
+        found = model(decoder_input_ids=decoded[:, 10:], decoder_attention_mask=mask, **given)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", [*T5_FAMILY, *DECODERS])
 def test_the_future_changes_nothing(name: str) -> None:
     inputs, _ = inputs_of(name, "no")
@@ -249,14 +264,14 @@ def test_copies_and_switches(name: str) -> None:
             assert torch.equal(second.state_dict()[key], weight)
 
 
-def test_an_encoder_is_one_graph() -> None:
-    first, second = (copy.deepcopy(model).get_encoder() for model in both("T5"))
-    inputs, _ = inputs_of("T5", "right")
-    inputs.pop("decoder_input_ids")
-    counter = graph_counter()
-    found = torch.compile(second, fullgraph=True, backend=counter)(**inputs)[0]
+@pytest.mark.parametrize("name", ["UMT5", "w2v-BERT", "Parakeet", "Granite Speech 5", "DeBERTa-v2", "BLOOM", "MPT"])
+def test_a_model_is_one_graph(name: str) -> None:
+    inputs, real = inputs_of(name, "right")
+    model, counter = both(name)[1], graph_counter()
+    with torch.no_grad():
+        found = torch.compile(copy.deepcopy(model), fullgraph=True, backend=counter)(**inputs)[0]
+        torch.testing.assert_close(found[real], model(**inputs)[0][real], rtol=0, atol=1e-12)
     assert counter.frame_count == 1
-    torch.testing.assert_close(found[padding("right")], first(**inputs)[0][padding("right")], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", [name for name in BIASED if name != "Granite Speech"])
@@ -275,6 +290,10 @@ def test_what_a_bias_cannot_honor_is_refused() -> None:
     gap = torch.ones(1, 20).long().index_fill(1, torch.tensor([7]), 0)
     with pytest.raises(ValueError, match="attention_mask: expected padding before or after the tokens"):
         both("BLOOM")[1](ids, attention_mask=gap)
+    expected, found = (model(ids, attention_mask=gap)[0] for model in both("MPT"))
+    torch.testing.assert_close(found[gap > 0], expected[gap > 0], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="attention_mask: expected one of the tokens"):
+        both("MPT")[1](ids, attention_mask=torch.ones(1, 1, 20, 20).tril().bool())
     with pytest.raises(ValueError, match="max_seq_len: expected at least 129 keys, got 128"):
         both("MPT")[1](torch.randint(3, 97, (1, 129)))
     exact = built("BLOOM", pretraining_tp=2, slow_but_exact=True)

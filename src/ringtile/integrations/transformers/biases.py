@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.functional.bias import Bias, ByKey, ByQuery, Relative
-from ringtile.functional.chosen import interval_of
 from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, is_streamed, pattern_mask
 from ringtile.patterns import Pattern, Segments
 
@@ -90,30 +89,34 @@ def _attend_wav2vec2(
 class _Frames(Tensor):
     """The real frames of a batch, bool ``[B, T]``. The encoder of Parakeet makes no mask of all pairs of it."""
 
+    real_frames: Tensor
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.__name__.strip("_")
-        if name in ("unsqueeze", "expand", "transpose", "and", "invert"):
+        if func.__name__ in ("unsqueeze", "expand", "transpose", "__and__", "__invert__"):
             return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
+        if func.__name__ == "all":
             # Of the inverted mask, the keys that no query sees.
-            return ~args[0].as_subclass(Tensor)[:, None] if name == "all" else func(*args, **(kwargs or {}))
+            return ~args[0].real_frames[:, None]
+        return func(*(x.real_frames if isinstance(x, _Frames) else x for x in args), **(kwargs or {}))
 
 
 def _frames(encoder: Any, *given: Any, **named: Any) -> Tensor:
-    found: Tensor = type(encoder)._get_output_attention_mask(encoder, *given, **named)
-    return found.bool().as_subclass(_Frames)
+    real = type(encoder)._get_output_attention_mask(encoder, *given, **named).bool()
+    found: _Frames = real.as_subclass(_Frames)
+    found.real_frames = real
+    return found
 
 
 def _mask(real: Tensor | None, x: Tensor, rule: Pattern | None = None) -> Tensor:
     """Return the mask of all pairs of real tokens ``[B, N]``, or of those that a rule keeps."""
     from transformers.masking_utils import bidirectional_mask_function
 
-    (batch, tokens), plain = x.shape[:2], None if real is None else real.as_subclass(Tensor)
+    batch, tokens = x.shape[:2]
     how: dict[str, Any] = {"mask_function": bidirectional_mask_function, "device": x.device}
-    mask: Any = pattern_mask(attention_mask=plain, batch_size=batch, q_length=tokens, kv_length=tokens, **how)
+    mask: Any = pattern_mask(attention_mask=real, batch_size=batch, q_length=tokens, kv_length=tokens, **how)
     if rule is not None:
         mask.kept = mask.kept._replace(pattern=rule)
     return mask  # type: ignore[no-any-return]
@@ -129,7 +132,7 @@ def _attend_parakeet(
     if module.training and getattr(module.config, "dropout_positions", 0.0):
         raise ValueError(f"dropout_positions: expected 0 in training, got {module.config.dropout_positions}")
     if attention_mask is None or isinstance(attention_mask, _Frames):
-        attention_mask = _mask(attention_mask, hidden_states)
+        attention_mask = _mask(None if attention_mask is None else attention_mask.real_frames, hidden_states)
     query, key, value = _heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     (table,) = _heads(position_embeddings[0], module.head_dim, module.relative_k_proj)
     bias = ByQuery(query + module.bias_v[:, None], table, query.shape[2] - 1)
@@ -164,13 +167,10 @@ def _without_weights(module: Any, *given: Any, output_attentions: bool = False, 
     return type(module).forward(module, *given, **named)
 
 
-def _by_slopes(query: Tensor, slopes: Tensor, mask: Tensor | None) -> Callable[..., Any]:
-    """Return ALiBi by slopes of heads. Raise ValueError if positions in the text do not differ as those of keys do."""
+def _by_slopes(slopes: Tensor, mask: Tensor | None) -> Callable[..., Any]:
+    # Models that write their attention by hand get their own causal mask, or none.
     if not isinstance(mask, PatternMask):
-        raise ValueError(f"attention_mask: expected one of the tokens [{len(query)}, N], got another")
-    real = mask.kept.key_mask
-    if real is not None and interval_of(real) is None:
-        raise ValueError("attention_mask: expected padding before or after the tokens, got some between them")
+        raise ValueError("attention_mask: expected one of the tokens [B, N], got another")
     return lambda query, key, start: {"alibi_slopes": slopes}
 
 
@@ -191,7 +191,15 @@ def _attend_bloom(
     if layer_past is not None:
         key, value = layer_past.update(key, value, module.layer_idx)
     slopes = build_alibi_tensor(alibi.new_ones(1, 2), module.num_heads, torch.float32)[:, 0, 1]
-    scores = _by_slopes(query, slopes, attention_mask)
+    scores, real = _by_slopes(slopes, attention_mask), attention_mask.kept.key_mask  # type: ignore[attr-defined]
+    if real is not None:
+        # Its positions count real tokens.
+        begins_once = ((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] <= 1).all()
+        message = "attention_mask: expected padding before or after the tokens, got some between them"
+        if torch.compiler.is_compiling():
+            torch._assert_async(begins_once, message)
+        elif not begins_once:
+            raise ValueError(message)
     heads, dropout = (query, key, value), module.attention_dropout.p
     out = module.dense(_attend(module, heads, attention_mask, module.inv_norm_factor, dropout, scores, {}))
     return dropout_add(out, residual, module.hidden_dropout, module.training), None
@@ -214,7 +222,7 @@ def _attend_mpt(
     if key.shape[2] > position_bias.shape[2]:
         raise ValueError(f"max_seq_len: expected at least {key.shape[2]} keys, got {position_bias.shape[2]}")
     # The last of them is 0.
-    scores = _by_slopes(query, -position_bias[:, 0, -2], attention_mask)
+    scores = _by_slopes(-position_bias[:, 0, -2], attention_mask)
     heads, scale, dropout = (query, key, value), module.softmax_scale, module.attn_dropout_p
     return module.out_proj(_attend(module, heads, attention_mask, scale, dropout, scores, {})), None
 
@@ -230,6 +238,12 @@ def _positions_deberta(encoder: Any, hidden_states: Tensor, query_states: Any = 
         raise ValueError("query_states, relative_pos: expected None with ringtile")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _scale_deberta(head_dim: int, kinds: int) -> float:
+    # It is rounded to float32 in every dtype.
+    return 1 / float(torch.tensor(head_dim * (1 + kinds), dtype=torch.float32).sqrt())
+
+
 def _attend_deberta(
     module: Any,
     hidden_states: Tensor,
@@ -238,12 +252,12 @@ def _attend_deberta(
     rel_embeddings: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position, scaled_size_sqrt
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
     head_dim, tokens = module.attention_head_size, hidden_states.shape[1]
     query, key, value = _heads(hidden_states, head_dim, module.query_proj, module.key_proj, module.value_proj)
     kinds = [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]
-    scale, biases = 1 / float(scaled_size_sqrt(query, 1 + len(kinds))), list[Bias]()
+    biases: list[Bias] = []
     if module.relative_attention:
         assert rel_embeddings is not None
         span, distance = module.pos_ebd_size, torch.arange(tokens - 1, -tokens, -1, device=query.device)
@@ -255,7 +269,7 @@ def _attend_deberta(
                 project = getattr(module, f"{side}_proj" if module.share_att_key else f"pos_{side}_proj")
                 table = _heads(vectors, head_dim, project)[0].index_select(1, place)
                 biases.append((ByQuery if kind == "c2p" else ByKey)(of, table, tokens - 1))
-    scores = _biased(tuple(biases)) if biases else None
+    scores, scale = _biased(tuple(biases)) if biases else None, _scale_deberta(head_dim, len(kinds))
     return _attend(module, (query, key, value), attention_mask, scale, module.dropout.p, scores, {}), None
 
 

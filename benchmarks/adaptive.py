@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pages import Table, table_lines
 
 from ringtile import build_index, sparse_attention
 from ringtile.adaptive import Density, audit, select
@@ -29,7 +30,6 @@ from ringtile.patterns import Causal
 from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.machine import origin
 from ringtile.tools.memory import peak_memory
-from ringtile.tools.page import Table, table_lines
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
 from ringtile.tools.timing import interleaved, seconds_of

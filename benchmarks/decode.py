@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import Table, table_lines
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +34,6 @@ from ringtile.adaptive.steps import Pages, attend_step, kept_tiles
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.machine import origin
-from ringtile.tools.page import Table, table_lines
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
 from ringtile.tools.timing import interleaved

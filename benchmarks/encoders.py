@@ -43,12 +43,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pages import Code, Part, Picture, Table, filled, markdown, table_lines
 from torch import Tensor, nn
 
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.machine import busy_warning, origin
-from ringtile.tools.page import Code, Part, Picture, Table, filled, markdown, table_lines
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
 from ringtile.tools.units import bytes_text, count, duration_text

@@ -34,13 +34,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pages import Table, table_lines
 from torch import Tensor
 
 from ringtile import sparse_attention
 from ringtile.patterns import Causal, Chosen
 from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.machine import origin
-from ringtile.tools.page import Table, table_lines
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
 from ringtile.tools.timing import interleaved

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from pages import Table, table_lines
 from torch import Tensor
 
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.tools.machine import busy_warning, origin
-from ringtile.tools.page import Table, table_lines
 from ringtile.tools.quality.decoder import Decoder
 from ringtile.tools.quality.leg import Leg, Variant
 from ringtile.tools.quality.texts import FarCopy

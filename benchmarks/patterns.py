@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import Code, Part, Picture, Table, filled, markdown
 from torch import Tensor
 
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.patterns import Causal, GlobalTokens, Pattern, RandomBlocks, Window, bigbird, longformer, longnet_union
 from ringtile.patterns import streaming as sinks_and_window
 from ringtile.tools.machine import origin
-from ringtile.tools.page import Code, Part, Picture, Table, filled, markdown
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.cells import DENSE
 from ringtile.tools.quality.cells import Record as QualityRecord

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import Table, table_lines
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from ringtile.integrations.transformers import continuous_batching
 from ringtile.tools.machine import origin
-from ringtile.tools.page import Table, table_lines
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
 from ringtile.tools.timing import interleaved

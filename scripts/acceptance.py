@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from benchmarks.suites import CURVE, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
+from suites import CURVE, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
+
 from ringtile.tools.bench.rows import Record, Row
 from ringtile.tools.record import BOTH, DENSE, FORWARD, OURS
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from acceptance import bars, call_costs, row_of
+from pages import Code, Heading, Part, Table, filled, markdown, table_lines
+from suites import TILES, WINDOWS
+from suites import main as measure_suite
 
-from benchmarks import suites
-from benchmarks.suites import TILES, WINDOWS
 from ringtile.tools.bench.rows import Record, Row, break_even
-from ringtile.tools.page import Code, Heading, Part, Table, filled, markdown, table_lines
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, OURS, write_whole
 from ringtile.tools.units import bytes_text, count_text, duration_text
 
@@ -568,7 +568,7 @@ def measure(names: Iterable[str]) -> None:
         else:
             path = FOLDER / f"bench-{name}.json"
             resume = path.exists() and Record.from_json(path.read_text(encoding="utf-8")).interrupted
-            status = suites.main([*words_of(name), *(["--resume"] if resume else [])])
+            status = measure_suite([*words_of(name), *(["--resume"] if resume else [])])
             if not status and (share := free(Record.from_json(path.read_text(encoding="utf-8")))) < LEAST_FREE:
                 raise SystemExit(
                     f"{path.name}: other processes left {share:.0%} of the processor, expected {LEAST_FREE:.0%}: "

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from acceptance import row_of
+from pages import Heading, Part, Table, markdown
 
 from ringtile.tools.bench.rows import Record
-from ringtile.tools.page import Heading, Part, Table, markdown
 from ringtile.tools.record import DENSE, FORWARD, OURS, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]

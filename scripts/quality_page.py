@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+from pages import Code, Heading, Part, Picture, Table, filled, markdown
 from small_tasks import __main__ as small_tasks
 from small_tasks.claims import CLAIMS, verdicts
 from small_tasks.page import curves, table_of
@@ -27,7 +28,6 @@ from small_tasks.tables import TaskTable, tables
 from small_tasks.trained import FINE_TUNED, FROM_SCRATCH, TASKS
 
 from ringtile import cli
-from ringtile.tools.page import Code, Heading, Part, Picture, Table, filled, markdown
 from ringtile.tools.quality import leg
 from ringtile.tools.quality.cells import POST_HOC, Cell, Record
 from ringtile.tools.record import write_whole

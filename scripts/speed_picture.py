@@ -8,8 +8,8 @@ import matplotlib
 from benchmark_page import records
 from matplotlib.axes import Axes
 from pictures import INK, TEXT
+from suites import WINDOWS
 
-from benchmarks.suites import WINDOWS
 from ringtile.tools.bench.rows import Record, Row
 from ringtile.tools.plot import picture
 from ringtile.tools.record import BOTH, DENSE, OURS

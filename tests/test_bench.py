@@ -19,10 +19,11 @@ import torch
 from oracle import make_inputs, oracle
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from benchmarks import suites
-from benchmarks.suites import CLAIMED, PEERS, SUITES, random_tiles, suite
+import suites
+from suites import CLAIMED, PEERS, SUITES, random_tiles, suite
+
 from ringtile import cli
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose
 from ringtile.kernels.native.library import reason_against

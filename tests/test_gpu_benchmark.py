@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from pages import markdown
+
 from ringtile.kernels.triton import tuning
 from ringtile.patterns import Causal, Window, parse
 from ringtile.tools.bench.peers import Case
-from ringtile.tools.page import markdown
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

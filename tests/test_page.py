@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from ringtile.tools.page import Code, Heading, Picture, Table, html, markdown
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from pages import Code, Heading, Picture, Table, html, markdown
+
 from ringtile.tools.progress import Progress
 from ringtile.tools.timing import interleaved
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -357,7 +358,7 @@ def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: 
         run(arguments("--calibrate", str(model), "--density", "0"), Progress(quiet=True))
 
 
-def test_the_command_writes_a_record_and_a_page(
+def test_the_command_writes_a_record_and_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"model": "<m>", "tokens": 64, "block": 16, "dtype": "float32"}
@@ -371,11 +372,19 @@ def test_the_command_writes_a_record_and_a_page(
     assert re.search(r"default +density +25% +0\.260 +97\.0 ", shown)
     record = Record.from_json((tmp_path / "quality.json").read_text())
     assert (record.command, record.cells[0].setting) == (f"ringtile {' '.join(words)}", setting)
-    page = (tmp_path / "quality.html").read_text()
-    assert "&lt;m&gt;" in page
-    assert "97.0" in page
+    table = (tmp_path / "quality.txt").read_text()
+    assert "<m>" in table
+    assert table in shown
     assert cli.main([*words, "--json"]) == 0
     assert Record.from_json(capsys.readouterr().out).cells == record.cells
+    jobs = [job, replace(job, setting=replace(setting, seed=1), measure=stopped)]
+    monkeypatch.setattr(leg_module, "open_leg", lambda args, folder, progress: jobs)
+    assert cli.main(words) == 130
+    assert (tmp_path / "quality.txt").read_text() == f"{table}\nThis run was interrupted. Cells are missing.\n"
+
+
+def stopped() -> Measured:
+    raise KeyboardInterrupt
 
 
 def test_seconds_beside_dense(tiny: Decoder, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from small_tasks import __main__ as program
 from small_tasks import trained
 from small_tasks.claims import CLAIMS, verdict, verdicts
 from small_tasks.models import Reader, judge, restore, save
-from small_tasks.page import parts_of
+from small_tasks.page import page_of, parts_of
 from small_tasks.rows import ROWS, Oracle, attention_of
 from small_tasks.tables import kept, lines_of, tables
 from small_tasks.tasks import NO_ANSWER, Stage, manual_windows
@@ -29,7 +29,6 @@ from ringtile.adaptive import Density, View
 from ringtile.index import build_index
 from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality import page_of
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
 from ringtile.tools.quality.leg import floor_of
 from ringtile.tools.quality.watched import Watched

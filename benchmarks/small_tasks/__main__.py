@@ -18,11 +18,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from small_tasks.page import parts_of
+from small_tasks.page import page_of, parts_of
 from small_tasks.tables import lines_of, tables
 from small_tasks.trained import TASKS, Sweep, jobs
 
-from ringtile.tools.page import Part
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality import measure
 from ringtile.tools.quality.cells import Folder, Record
@@ -30,10 +29,10 @@ from ringtile.tools.quality.cells import Folder, Record
 NAME = "small_tasks"
 
 
-def shown(record: Record) -> tuple[list[str], list[Part]]:
-    """Return the lines and the parts of the page of a record."""
+def shown(record: Record) -> tuple[list[str], dict[str, str]]:
+    """Return the lines and the page of a record."""
     found = tables(record.cells)
-    return [line for table in found for line in ["", *lines_of(table)]], parts_of(found)
+    return [line for table in found for line in ["", *lines_of(table)]], {"html": page_of(record, parts_of(found))}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from pages import Heading, Part, Picture, Table, html
 from small_tasks.claims import CLAIMS
 from small_tasks.rows import DEFAULT, ORACLE, RANDOM, WINDOW
 from small_tasks.tables import ITS_TILES, TaskTable, lines_of, rows_of
 from small_tasks.trained import TASKS
 
-from ringtile.tools.page import Heading, Part, Picture, Table
 from ringtile.tools.plot import GREY, LIGHT_BLUE, ORANGE, RED, missing_matplotlib
+from ringtile.tools.quality.cells import Record
 
 _INK = "#010203"
 """Stands for the page's own text color, which light and dark themes choose. Matplotlib knows no currentColor."""
@@ -116,3 +118,14 @@ def _draw(axes: Any, table: TaskTable) -> dict[str, Any]:
     axes.set_ylim(-5, 105)
     axes.grid(axis="y", color=GREY, alpha=0.25)
     return handles
+
+
+def page_of(record: Record, parts: Sequence[Part]) -> str:
+    """Return the HTML page of a record, whose tables are ``parts``."""
+    title = "Quality of sparse attention"
+    before: list[Part] = [Heading(title, 1)]
+    if record.interrupted:
+        before.append("**This run was interrupted. Cells are missing.**")
+    machine = f"{record.machine.get('cpu')}, {record.machine.get('threads')} threads"
+    made = f"{machine}, torch {record.versions.get('torch')}, ringtile commit {record.commit}"
+    return html(title, [*before, *parts, f"{record.command}. {made}."])

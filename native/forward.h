@@ -74,8 +74,10 @@ template <class P> void attend_row(const ringtile_call &c, const RowItem &row, F
             int first = reach.first / P::KEY_STEP * P::KEY_STEP, count = reach.last - first;
             products.scores(vectors, lane - from, first, count, to.scores);
             if (transforms(c))
-                transform_scores<T>(c, row.head.h, to.scores, nullptr, P::LANES, vectors, count,
-                                    keys.position + first - queries.position - lane);
+                transform_scores<T>(c,
+                                    {row.head.b, row.head.h, false, queries.first + lane, keys.first + first,
+                                     keys.position + first - queries.position - lane},
+                                    to.scores, nullptr, P::LANES, vectors, count);
             products.weigh(vectors, to.scores, first, count, lane, base, mask,
                            c.options.dropout_threshold ? keep : nullptr, softmax);
             const bool last = row.split < 0 && number + 1 == row.last;
@@ -113,8 +115,10 @@ template <class P> void decode_row(const ringtile_call &c, const RowItem &row, F
         products.load_tile(row.head, keys, mask.unused);
         decode_scores({queries, c.head_dim}, n_queries, products.keys, keys.high, c.head_dim, weights);
         if (transforms(c))
-            transform_scores<T>(c, row.head.h, weights, nullptr, MAX_BLOCK, (keys.high + L - 1) / L, n_queries,
-                                row.queries.position + low - keys.position);
+            transform_scores<T>(c,
+                                {row.head.b, row.head.h, true, keys.first, row.queries.first + low,
+                                 row.queries.position + low - keys.position},
+                                weights, nullptr, MAX_BLOCK, (keys.high + L - 1) / L, n_queries);
         for (int r = 0; mask.partial() && r < n_queries; r++) {
             int lane = low + r;
             for (int k = 0; k < keys.high; k++) {

@@ -58,12 +58,17 @@ template <class T, bool KEYS> struct GradientTile {
 
     INLINE const Side &others() const { return KEYS ? queries : keys; }
 
-    // Softcap and ALiBi of scores [count][step] from lane `first` of the other side on, and their derivatives.
+    // The place of scores from a lane of either side on.
+    INLINE Corner corner(int first, int lane) const {
+        const Side &lanes = KEYS ? keys : queries, &rows = others();
+        return {head.b,           head.h,           KEYS, lanes.first + lane,
+                rows.first + first, rows.position + first - lanes.position - lane};
+    }
+
+    // Softcap, ALiBi and the bias of scores [count][step] from lane `first` of the other side on, and their derivatives.
     __attribute__((noinline)) void transform(const ringtile_call &c, T *scores, T *factors, int step, int vectors,
                                              int count, int first, int lane) const {
-        const Side &lanes = KEYS ? keys : queries;
-        transform_scores<T>(c, head.h, scores, factors, step, vectors, count,
-                            others().position + first - lanes.position - lane);
+        transform_scores<T>(c, corner(first, lane), scores, factors, step, vectors, count);
     }
 
     // The tokens of the other side that the lanes [low, high) keep.
@@ -117,15 +122,17 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, const T *facto
     }
 }
 
-// The same for so many vectors, after softcap and ALiBi. Not inline, as in transform.h.
+// The same for so many vectors, after softcap, ALiBi or a bias. Not inline, as in transform.h.
 template <class T, bool KEYS>
 __attribute__((noinline)) void group_weights(const ringtile_call &c, T *scores, T *grads, T *factors, int first,
                                              int count, int vectors, int lane, const GradientTile<T, KEYS> &tile) {
     if (transforms(c)) tile.transform(c, scores, factors, GROUP<T>, vectors, count, first, lane);
-    else factors = nullptr;
+    if (!transforms(c) || c.options.added) factors = nullptr;
     with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
         score_gradients<T, decltype(n)::value>(c, scores, grads, factors, first, count, lane, tile);
     });
+    if (c.options.added)
+        add_bias_grads<T>(c, tile.corner(first, lane), grads, (int)min(GROUP<T>, tile.keys.high - lane), count);
 }
 
 // The members of a policy P of the backward pass. A policy without one of them, or with other arguments, does not compile.

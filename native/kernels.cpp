@@ -9,42 +9,41 @@ int NAME(ringtile_lanes_, ISA)() {
     return ISA::NR * ISA::Lanes<float>::count;
 }
 
+#if HAS_BF16_PAIRS
+// What has no pairs is computed by another set. Lists are widened to float32.
+int ringtile_forward_avx512(const ringtile_call *);
+int ringtile_backward_avx512(const ringtile_call *);
+int ringtile_masses_avx512(const ringtile_call *);
+int ringtile_lists_avx512(const ringtile_call *);
+static bool has_pairs(const ringtile_call *c) { return c->dtype == RINGTILE_BFLOAT16 && c->head_dim % 2 == 0; }
+
+int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
+    return has_pairs(c) ? ISA::forward<ISA::Bf16Pairs>(*c) : ringtile_forward_avx512(c);
+}
+int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
+    return has_pairs(c) ? ISA::backward<ISA::PlainGradients<ISA::bfloat16, float, true>>(*c) : ringtile_backward_avx512(c);
+}
+int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
+    return has_pairs(c) ? ISA::masses<ISA::Bf16Pairs>(*c) : ringtile_masses_avx512(c);
+}
+int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
+#else
 int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_FLOAT32: return ISA::forward<ISA::Plain<float, float>>(*c);
     case RINGTILE_FLOAT64: return ISA::forward<ISA::Plain<double, double>>(*c);
-    case RINGTILE_BFLOAT16:
-#if HAS_BF16_PAIRS
-        if (c->head_dim % 2 == 0) return ISA::forward<ISA::Bf16Pairs>(*c);
-#endif
-        return ISA::forward<ISA::Plain<ISA::bfloat16, float>>(*c);
+    case RINGTILE_BFLOAT16: return ISA::forward<ISA::Plain<ISA::bfloat16, float>>(*c);
     default: return ISA::forward<ISA::Plain<ISA::float16, float>>(*c);
     }
 }
-
 int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_FLOAT32: return ISA::backward<ISA::PlainGradients<float, float>>(*c);
     case RINGTILE_FLOAT64: return ISA::backward<ISA::PlainGradients<double, double>>(*c);
-    case RINGTILE_BFLOAT16:
-#if HAS_BF16_PAIRS
-        if (c->head_dim % 2 == 0) return ISA::backward<ISA::PlainGradients<ISA::bfloat16, float, true>>(*c);
-#endif
-        return ISA::backward<ISA::PlainGradients<ISA::bfloat16, float>>(*c);
+    case RINGTILE_BFLOAT16: return ISA::backward<ISA::PlainGradients<ISA::bfloat16, float>>(*c);
     default: return ISA::backward<ISA::PlainGradients<ISA::float16, float>>(*c);
     }
 }
-
-#if HAS_BF16_PAIRS
-// What has no pairs is computed by another set. Lists are widened to float32.
-int ringtile_masses_avx512(const ringtile_call *);
-int ringtile_lists_avx512(const ringtile_call *);
-int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
-    const bool pairs = c->dtype == RINGTILE_BFLOAT16 && c->head_dim % 2 == 0;
-    return pairs ? ISA::masses<ISA::Bf16Pairs>(*c) : ringtile_masses_avx512(c);
-}
-int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
-#else
 int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_FLOAT32: return ISA::masses<ISA::Plain<float, float>>(*c);

@@ -16,7 +16,18 @@ int ringtile_lists_avx512(const ringtile_call *);
 
 int NAME(ringtile_lanes_, ISA)() { return ISA::AMX_SIDE; }
 
+// A bias is added on vectors.
+static ringtile_call without_tiles(const ringtile_call *c) {
+    ringtile_call plain = *c;
+    if (plain.dtype == RINGTILE_FLOAT32_PARTS) plain.dtype = RINGTILE_FLOAT32;
+    return plain;
+}
+
 int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
+    if (c->options.added) {
+        const ringtile_call plain = without_tiles(c);
+        return ringtile_forward_avx512(&plain);
+    }
     switch (c->dtype) {
     case RINGTILE_BFLOAT16:
         return c->head_dim <= 64 ? ISA::forward<ISA::AmxProducts<ISA::bfloat16, 1>>(*c)
@@ -27,6 +38,10 @@ int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
     }
 }
 int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
+    if (c->options.added) {
+        const ringtile_call plain = without_tiles(c);
+        return ringtile_backward_avx512(&plain);
+    }
     switch (c->dtype) {
     case RINGTILE_BFLOAT16: return ISA::backward<ISA::AmxGradients<ISA::bfloat16>>(*c);
     case RINGTILE_FLOAT16: return ISA::backward<ISA::AmxGradients<ISA::float16>>(*c);

@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 12
+#define RINGTILE_ABI 13
 
 // Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
 enum ringtile_dtype {
@@ -83,10 +83,16 @@ typedef struct ringtile_call {
         // If not null, the numbers of the heads and batch elements in the whole problem, for dropout.
         const int64_t *head_at, *batch_at;
         int64_t seed, dropout_threshold;
-        // With a softcap above 0 or slopes [H] of ALiBi, scores are multiplied by true_scale, then transformed
+        // With a softcap above 0, slopes [H] of ALiBi or a bias, scores are multiplied by true_scale, then transformed
         // (transform.h), and scale is 1.
         double softcap, true_scale;
         const double *slopes;
+        // If not null, numbers [B, H, Nq or 1, added_places] in the accumulation type, with strides for B, H and the
+        // queries. Query i and key j add place added_keys[j] - added_queries[i], or the nearest that exists. A head has
+        // fewer than 2^31 of them.
+        const void *added;
+        int64_t added_stride[3], added_places;
+        const int32_t *added_queries, *added_keys;
     } options;
 
     // The work items of this call, and its columns if an item is a head.
@@ -126,6 +132,10 @@ typedef struct ringtile_call {
         // come before the other items of their phase.
         const int64_t *shared_splits;
         int64_t n_shared_splits;
+        // If not null, columns add the gradients of the added numbers to these, with strides for B, H and the queries. No
+        // two keys of a query may share a place, unless RINGTILE_HEADS computes them, where one thread has a head.
+        void *added_grad;
+        int64_t added_grad_stride[3];
     } backward;
 
     // ringtile_masses: float32 [B, H, n_pooled, ceil(n_keys / segment)] in out, contiguous. Query m sees the keys before

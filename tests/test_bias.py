@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from native_sets import INSTRUCTION_SETS, use_set
 from oracle import SDPA_BUDGET, relative_error
 from torch import Tensor
 
@@ -176,6 +177,25 @@ def test_low_precision_is_as_close_as_pytorch(backend: str, name: str, dtype: to
         assert relative_error(ours, best) <= SDPA_BUDGET[dtype] * relative_error(theirs, best)
 
 
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_each_instruction_set_adds_a_bias(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, most = CASES["a table that ends inside"], {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
+    leaves = inputs(case[0], dtype)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    with monkeypatch.context() as patch:
+        use_set(isa, patch)
+        found = with_grads(attend(case, leaves, PATTERNS["global"], "native"), leaves)
+        # A few queries are computed another way.
+        few = [x.detach().requires_grad_() for x in (leaves[0][:, :, -3:], *leaves[1:])]
+        last = with_grads(attend(case, few, PATTERNS["window"], "native"), few)
+    expected = with_grads(dense(*exact[:3], case[2](*exact[3:]), kept_pairs(PATTERNS["global"])), exact)
+    exact_few = [x.detach().double().requires_grad_() for x in few]
+    expected_few = with_grads(attend(case, exact_few, PATTERNS["window"], "reference"), exact_few)
+    for mine, theirs in zip((*found, *last), (*expected, *expected_few), strict=True):
+        assert relative_error(mine, theirs) < most[dtype]
+
+
 @pytest.mark.parametrize("name", ["a table that ends inside", "a sum"])
 @pytest.mark.parametrize("backend", BIASED)
 def test_threads_do_not_change_a_bit(name: str, backend: str, threads: Iterator[int]) -> None:
@@ -286,6 +306,20 @@ def test_autocast_leaves_tables_alone() -> None:
         found = with_grads(attend(case, leaves, None, None), leaves)
     for mine, theirs in zip(found, with_grads(attend(case, half, None, None), half), strict=True):
         assert torch.equal(mine, theirs.to(mine.dtype))
+
+
+@pytest.mark.parametrize("backend", BIASED)
+def test_one_query_and_few_keys(backend: str) -> None:
+    for n_keys in (1, 2, 40):
+        q, k, v = torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 4, n_keys, 8).unbind()
+        weight = torch.randn(32, 4)
+        for bias in (
+            Relative.t5(weight, 1, n_keys, bidirectional=False),
+            ByQuery(q, torch.randn(4, 9, 8), 8),
+            (Relative(torch.randn(4, 1), 0), ByKey(k, torch.randn(1, 9, 8), 8)),
+        ):
+            found, expected = (sparse_attention(q, k, v, bias=bias, backend=name) for name in (backend, "reference"))
+            assert relative_error(found, expected) < 1e-6
 
 
 X = torch.zeros(1, 2, 6, 8)

@@ -192,7 +192,7 @@ typedef struct {
     int64_t ratio;  // query heads per key head
     list full, part;
     int32_t *group, *row_splits, *col_splits;
-    int64_t *shared_splits[2], n_shared_splits[2], grad_counts[3], times[2];
+    int64_t *shared_splits[2], n_shared_splits[2], grad_counts[3], times[2], added_count;
     int grad_types[3];
     char *kept;  // of each pair [B, H, Nq, Nk]
     tensor q, k, v, out, out_grad;
@@ -505,17 +505,47 @@ static void draw_transform(problem *p) {
     if (c->options.softcap > 0 || p->slopes) c->options.true_scale = p->scale, c->options.scale = 1;
 }
 
-// What softcap and ALiBi make of a product, and its derivative.
-static double transformed(const problem *p, int64_t h, int64_t a, int64_t j, double product, double *factor) {
+// A bias in some of the cases: a table per head, if one thread has each, or a row per query whose places are all different.
+static void draw_added(problem *p) {
+    ringtile_call *c = &p->c;
+    if (draw(3)) return;
+    const int is_table = p->by_columns && draw(2);
+    const int64_t rows = is_table ? 1 : c->n_queries, places = is_table ? 1 + draw(200) : c->n_keys + 9;
+    int32_t *queries = allocate(c->n_queries, 4), *keys = allocate(c->n_keys, 4);
+    for (int64_t a = 0; a < c->n_queries; a++) queries[a] = is_table ? (int32_t)(a - draw(50)) : -(int32_t)draw(9);
+    for (int64_t j = 0; j < c->n_keys; j++) keys[j] = (int32_t)j;
+    c->options.softcap = 0, c->options.slopes = p->slopes = NULL;
+    c->options.true_scale = p->scale, c->options.scale = 1;
+    p->added_count = c->batch * c->heads * rows * places;
+    void *numbers = allocate(p->added_count, sizes[p->wide]), *grad = allocate(p->added_count, sizes[p->wide]);
+    for (int64_t i = 0; i < p->added_count; i++) put(numbers, i, p->wide, normal()), put(grad, i, p->wide, 0);
+    c->options.added = numbers, c->options.added_places = places, c->backward.added_grad = grad;
+    c->options.added_queries = queries, c->options.added_keys = keys;
+    const int64_t strides[] = {c->heads * rows * places, rows * places, is_table ? 0 : places};
+    memcpy(c->options.added_stride, strides, sizeof(strides)), memcpy(c->backward.added_grad_stride, strides, sizeof(strides));
+    // In some cases, batch elements share the numbers, but not their gradients.
+    if (draw(2)) c->options.added_stride[0] = 0;
+}
+
+// The place of a pair in the row of a query in added numbers, from a head's first on.
+static int64_t added_place(const ringtile_call *c, int64_t a, int64_t j) {
+    const int64_t last = c->options.added_places - 1, place = c->options.added_keys[j] - c->options.added_queries[a];
+    return c->options.added_stride[2] * a + (place < 0 ? 0 : place > last ? last : place);
+}
+
+// What softcap, ALiBi and a bias make of a product, and its derivative.
+static double transformed(const problem *p, int64_t b, int64_t h, int64_t a, int64_t j, double product, double *factor) {
     const ringtile_call *c = &p->c;
     const double cap = c->options.softcap, t = cap > 0 ? tanh(product * p->scale / cap) : 0;
     const int32_t query = (int32_t)position_of(p, c->index.row_at, floor_div(c->index.start, c->block), c->index.start + a);
     *factor = p->scale * (1 - t * t);
-    return (cap > 0 ? cap * t : product * p->scale) -
+    const int64_t head = b * c->options.added_stride[0] + h * c->options.added_stride[1];
+    const double added = c->options.added ? get(c->options.added, head + added_place(c, a, j), p->wide) : 0;
+    return added + (cap > 0 ? cap * t : product * p->scale) -
            (p->slopes ? p->slopes[h] * abs(query - (int32_t)position_of(p, c->index.col_at, 0, j)) : 0);
 }
 
-enum { OUTPUT, LSE, Q_GRAD, K_GRAD, V_GRAD, RESULTS };
+enum { OUTPUT, LSE, Q_GRAD, K_GRAD, V_GRAD, ADDED_GRAD, RESULTS };
 
 // One query and head in double, pair by pair. `weight`, `share` and `factor` hold a value per key.
 static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double **wanted, double *weight,
@@ -529,7 +559,7 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
         if (!kept[j]) continue;
         double product = 0;
         for (int64_t d = 0; d < D; d++) product += query[d] * row_of(&p->k, b, g, j)[d];
-        weight[j] = transformed(p, h, a, j, product, factor + j);
+        weight[j] = transformed(p, b, h, a, j, product, factor + j);
         top = fmax(top, weight[j]);
     }
     for (int64_t j = 0; j < c->n_keys; j++)
@@ -553,7 +583,10 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
     if (c->backward.lse_grad) mean -= get(c->backward.lse_grad, at, p->wide);
     for (int64_t j = 0; j < c->n_keys; j++) {
         if (!kept[j]) continue;
-        double slope = weight[j] * (share[j] - mean) * factor[j];
+        double slope = weight[j] * (share[j] - mean);
+        const int64_t *stride = c->backward.added_grad_stride;
+        if (c->options.added) wanted[ADDED_GRAD][b * stride[0] + h * stride[1] + added_place(c, a, j)] += slope;
+        slope *= factor[j];
         double *key_grad = wanted[K_GRAD] + ((b * c->kv_heads + g) * c->n_keys + j) * D;
         for (int64_t d = 0; d < D; d++) {
             wanted[Q_GRAD][at * D + d] += slope * row_of(&p->k, b, g, j)[d];
@@ -563,18 +596,19 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
 }
 
 static int check(const problem *p) {
-    static const char *names[RESULTS] = {"out", "lse", "q_grad", "k_grad", "v_grad"};
+    static const char *names[RESULTS] = {"out", "lse", "q_grad", "k_grad", "v_grad", "added_grad"};
     static const double bounds[] = {2e-5, 1e-12, 3e-2, 4e-3, 1e-4};
     const ringtile_call *c = &p->c;
     const int64_t n_lse = c->batch * c->heads * c->n_queries;
-    const int64_t *n = p->grad_counts, counts[RESULTS] = {n_lse * c->value_dim, n_lse, n[0], n[1], n[2]};
+    const int64_t *n = p->grad_counts, counts[RESULTS] = {n_lse * c->value_dim, n_lse, n[0], n[1], n[2], p->added_count};
     const void *grads[] = {c->backward.q_grad, c->backward.k_grad, c->backward.v_grad};
     double *wanted[RESULTS], *found[RESULTS], *weight = allocate(c->n_keys, 8), *share = allocate(c->n_keys, 8);
     double *factor = allocate(c->n_keys, 8);
     for (int i = 0; i < RESULTS; i++) {
         wanted[i] = memset(allocate(counts[i], 8), 0, counts[i] * 8), found[i] = allocate(counts[i], 8);
-        for (int64_t j = 0; i >= Q_GRAD && j < counts[i]; j++)
+        for (int64_t j = 0; i >= Q_GRAD && i < ADDED_GRAD && j < counts[i]; j++)
             found[i][j] = get(grads[i - Q_GRAD], j, p->grad_types[i - Q_GRAD]);
+        for (int64_t j = 0; i == ADDED_GRAD && j < counts[i]; j++) found[i][j] = get(c->backward.added_grad, j, p->wide);
     }
     for (int64_t at = 0; at < n_lse; at++) {
         int64_t a = at % c->n_queries, h = at / c->n_queries % c->heads, b = at / c->n_queries / c->heads;
@@ -841,6 +875,7 @@ static int run(int isa, int number) {
     problem p;
     draw_problem(&p, isa, number);
     draw_transform(&p);
+    draw_added(&p);
     int failed = compute_forward(&p);
     failed |= compute_backward(&p);
     failed |= check(&p);

@@ -535,7 +535,7 @@ def sparse_attention(
         batch_at: ``[B]`` integers, the same for the batch elements.
         bias: What to add to the scores: a `Relative`, `Grid`, `ByQuery` or `ByKey`, or a tuple of them for their sum.
             Their tensors get gradients, without second derivatives. Not available with ``softcap``, ``alibi_slopes``
-            and lists (`ringtile.patterns.Chosen`). "blockwise" and "reference" compute it.
+            and lists (`ringtile.patterns.Chosen`). "native", "blockwise" and "reference" compute it.
         enable_gqa: Let H / Hkv query heads share each key head.
         return_lse: Also return the log-sum-exp (natural log).
         backend: "native" (CPU), "triton", "flash" or "fa4" (GPU), "dense", "blockwise" or "reference". Default: the

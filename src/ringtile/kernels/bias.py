@@ -91,24 +91,23 @@ class _Piece(NamedTuple):
     tiles: BlockIndex
 
 
-def _row_pieces(index: BlockIndex, room: int) -> list[_Piece]:
-    """Cut an index into pieces of at most ``room`` pairs, unless those of one row tile are more."""
-    block, n_rows, n_cols, found = index.block, index.n_rows, index.n_cols, list[_Piece]()
+def _reaches(index: BlockIndex) -> tuple[list[int], list[int]]:
+    """Return the first column tile of each row tile in any group, and the one after its last."""
     slot, col = index.slot_and_col(index.entries().number)
-    ends = [torch.full((n_rows,), n_cols, device=index.device), torch.zeros(n_rows, dtype=torch.int64)]
-    row = slot % max(n_rows, 1)
-    low = ends[0].scatter_reduce_(0, row, col, "amin").tolist()
-    high = ends[1].to(index.device).scatter_reduce_(0, row, col + 1, "amax").tolist()
-    begin = 0
-    while begin < n_rows:
+    row, low = slot % max(index.n_rows, 1), torch.full((index.n_rows,), index.n_cols, device=index.device)
+    high = torch.zeros_like(low).scatter_reduce_(0, row, col + 1, "amax")
+    return low.scatter_reduce_(0, row, col, "amin").tolist(), high.tolist()
+
+
+def _row_pieces(index: BlockIndex, most: int) -> list[_Piece]:
+    """Cut an index into pieces of at most so many row tiles, or an eighth of the column tiles that they can meet."""
+    block, found, begin = index.block, list[_Piece](), 0
+    low, high = derived(index, _reaches)
+    while begin < index.n_rows:
         first, last, end = low[begin], high[begin], begin + 1
-        while end < n_rows:
-            a, b = min(first, low[end]), max(last, high[end])
-            count, reach = (end + 1 - begin) * block, max(b - a, 0) * block
-            # More rows meet more distances, each of which is computed for all of them.
-            if count > max(2 * block, reach // 4) or count * (count + reach) > room:
-                break
-            first, last, end = a, b, end + 1
+        # More rows meet more distances, each of which is computed for all of them.
+        while end < index.n_rows and end - begin < most:
+            first, last, end = min(first, low[end]), max(last, high[end]), end + 1
         if first < last:
             place = (index.first_row + begin) * block - index.start
             rows = slice(max(place, 0), min(place + (end - begin) * block, index.n_queries))
@@ -140,14 +139,21 @@ class _Cut(NamedTuple):
 
 def _cuts(q: Tensor, k: Tensor, terms: Sequence[Term], call: Call) -> Iterator[_Cut]:
     """Cut a call in an order that depends on shapes and pairs alone."""
-    (batch, heads), (key_heads, n_keys) = q.shape[:2], k.shape[1:3]
+    (batch, heads), key_heads = q.shape[:2], k.shape[1]
     index, ratio, most = index_of(call, q, k), heads // key_heads, _BYTES // accumulator(q).itemsize
-    # If the pairs of a row tile are too many for all heads, some heads at a time.
-    widest = index.block * (index.block + n_keys)
-    together = min(heads, max(most // widest // ratio, 1) * ratio)
-    pieces = derived(index, _row_pieces, most // together, lengths=True)
-    largest = max([(p.rows.stop - p.rows.start) * (p.keys.stop - p.keys.start) for p in pieces], default=1)
-    several = max(most // (heads * largest), 1) if together == heads else 1
+    # More rows need fewer sums of gradients of all their keys, but also compute more distances than they meet.
+    low, high = derived(index, _reaches)
+    reach = max([b - a for a, b in zip(low, high, strict=True)], default=1)
+    tiles = min(max(2, reach // 8), max(index.n_rows, 1))
+    while tiles > 1 and index.block**2 * tiles * (2 * tiles + reach) * ratio > most:
+        tiles -= 1
+    # Some heads at a time if the numbers of all are too many.
+    size = index.block**2 * tiles * (2 * tiles + reach)
+    together = (
+        max(x for x in range(1, key_heads + 1) if x == 1 or (key_heads % x == 0 and x * ratio * size <= most)) * ratio
+    )
+    several = max(most // (heads * size), 1) if together == heads else 1
+    pieces = derived(index, _row_pieces, tiles, lengths=True)
     places = [_places(term, q, k, call) for term in terms]
     batch_at, head_at = call.batch_at, call.head_at
     if call.dropout_p:
@@ -157,15 +163,15 @@ def _cuts(q: Tensor, k: Tensor, terms: Sequence[Term], call: Call) -> Iterator[_
         for h in range(0, heads, together):
             some, mine = slice(b, min(b + several, batch)), slice(h, min(h + together, heads))
             for rows, keys, part in pieces:
-                tiles, bits, lengths = part.tensors(), call.key_bits, call.key_lengths
+                tensors, bits, lengths = part.tensors(), call.key_bits, call.key_lengths
                 # Values that kernels derive from an index need the same tensors at each call.
-                if len(tiles[0]) > 1:
-                    tiles[0] = tiles[0][some]
-                if tiles[0].shape[1] > 1:
-                    tiles[0] = tiles[0][:, mine].contiguous()
+                if len(tensors[0]) > 1:
+                    tensors[0] = tensors[0][some]
+                if tensors[0].shape[1] > 1:
+                    tensors[0] = tensors[0][:, mine].contiguous()
                 own = call._replace(
                     start=part.start,
-                    tiles=tiles,
+                    tiles=tensors,
                     pattern="",
                     key_bits=None if bits is None else bits[some, keys.start // 32 : -(-keys.stop // 32)],
                     key_lengths=None
@@ -216,17 +222,16 @@ class _Products(NamedTuple):
         rows, table = self.operands(dtype, scale)
         return _slanted((rows @ table.mT).contiguous(), self.width)
 
-    def add_grads(self, grad: Tensor, scale: float, table_grad: Tensor, of_grad: Tensor) -> None:
-        """Add the gradients of the table and of the rows from those of the products."""
-        rows, table = self.operands(grad.dtype, scale)
-        by_distance = grad.new_zeros(*rows.shape[:3], table.shape[1])
-        _slanted(by_distance, self.width).copy_(grad)
-        # What no pair reads can be a NaN, and so is its product with a zero.
-        used = by_distance != 0
-        rows = rows.masked_fill(~used.any(3, keepdim=True), 0)
-        read = used.any(2).any(0)
-        read = read.any(0, keepdim=True) if len(table) == 1 else read
-        table = table.masked_fill(~read.unsqueeze(2), 0)
+    def add_grads(self, by_distance: Tensor, scale: float, table_grad: Tensor, of_grad: Tensor) -> None:
+        """Add the gradients of the table and of the rows from those of the products by distance."""
+        rows, table = self.operands(by_distance.dtype, scale)
+        if not (rows.sum() + table.sum()).isfinite():
+            # What no pair reads can be a NaN, and so is its product with a zero.
+            used = by_distance != 0
+            rows = rows.masked_fill(~used.any(3, keepdim=True), 0)
+            read = used.any(2).any(0)
+            read = read.any(0, keepdim=True) if len(table) == 1 else read
+            table = table.masked_fill(~read.unsqueeze(2), 0)
         of_grad[self.at] += (by_distance @ table).mul_(scale)
         more, size = (by_distance.mT @ rows).sum(0), table_grad.shape[1]
         more = more.sum(0, keepdim=True) if len(table) == 1 else more
@@ -288,8 +293,10 @@ def _add_grads(cut: _Cut, terms: Sequence[Term], grad: Tensor, totals: Sequence[
             mine += torch.ops.aten.embedding_dense_backward(summed.permute(1, 2, 0), at, table.shape[1], -1, False).mT
         else:
             for keys, x in _products(cut, term):
-                own = grad[..., keys]
-                x.add_grads(own.mT if term.by_key else own, cut.call.scale, totals[place], totals[place + 1])
+                own = grad[..., keys].mT if term.by_key else grad[..., keys]
+                by_distance = own.new_zeros(*own.shape[:3], own.shape[2] + own.shape[3] - 1)
+                _slanted(by_distance, x.width).copy_(own)
+                x.add_grads(by_distance, cut.call.scale, totals[place], totals[place + 1])
         place += 1 if term.of is None else 2
 
 
@@ -342,11 +349,17 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         at = cut.rows, cut.rows, cut.rows, cut.keys, cut.keys, cut.rows, cut.rows
         part = Rows._make(None if x is None else x[place].to(wide) for x, place in zip(rows, at, strict=True))
         added = _added(cut, terms, wide)
-        grad = torch.zeros(cut.shape, dtype=wide, device=q.device)
+        (*sizes, width), skewed = cut.shape, len(terms) == 1 and not terms[0].by_key
+        # Kernels add the gradients of one term of queries to those of its products by distance.
+        by_distance = torch.zeros(*sizes, width + (sizes[2] - 1) * skewed, dtype=wide, device=q.device)
+        grad = _slanted(by_distance, width) if skewed else by_distance
         found = compute(part, cut.call, added=added._replace(grad=grad))
         for total, place, more in zip(sums, at[2:5], found, strict=True):
             total[place] += more
-        _add_grads(cut, terms, grad, totals)
+        if skewed:
+            next(_products(cut, terms[0]))[1].add_grads(by_distance, call.scale, *totals)
+        else:
+            _add_grads(cut, terms, grad, totals)
     q_grad, k_grad, v_grad = (x.to(q.dtype) for x in sums)
     return q_grad, k_grad, v_grad, [x.to(of.dtype) for x, of in zip(totals, biases, strict=True)]
 

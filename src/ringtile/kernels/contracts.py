@@ -104,7 +104,7 @@ class Added(NamedTuple):
     key_at: Tensor
     """int32 ``[Nk]``."""
     grad: Tensor | None = None
-    """Contiguous ``[B, H, Nq or 1, R]``: a backward pass adds the gradients of the values, in a fixed order."""
+    """The same for the gradients of the values: a backward pass adds them to it, in a fixed order."""
 
 
 class Masses(NamedTuple):

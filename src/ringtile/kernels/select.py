@@ -32,7 +32,7 @@ _BACKENDS: dict[str, Backend] = {
 LISTS: dict[str, ListsBackend] = {"native": native_lists, "triton": triton_lists, "blockwise": blockwise_lists}
 """What computes attention over lists of keys. The first that supports a call runs."""
 
-BIASED = ("blockwise",)
+BIASED = ("native", "blockwise")
 """Backends that add a bias to scores. The first that supports a call runs."""
 
 install(_BACKENDS, LISTS)

@@ -220,7 +220,9 @@ class Work:
         to = self.added.grad
         places = sum(at * step for at, step in zip(self._added_at(part)[0], to.stride(), strict=True))
         assert isinstance(places, Tensor)
-        places, flat = places.expand(grads.shape).flatten(), to.view(-1)
+        # In one dimension, sums have an order.
+        end = 1 + sum((size - 1) * step for size, step in zip(to.shape, to.stride(), strict=True))
+        places, flat = places.expand(grads.shape).flatten(), to.as_strided((end,), (1,))
         if flat.is_cpu:
             flat.index_add_(0, places, grads.flatten())
         else:

@@ -16,6 +16,7 @@ from ringtile.index import BlockIndex
 from ringtile.index.debug import check_lists
 from ringtile.index.schedule import Order, derived, schedule_of
 from ringtile.kernels.contracts import (
+    Added,
     Call,
     Masses,
     Rows,
@@ -25,7 +26,7 @@ from ringtile.kernels.contracts import (
     new_out,
     with_contiguous_rows,
 )
-from ringtile.kernels.native.checks import check_groups, check_options, check_rows, check_tensors
+from ringtile.kernels.native.checks import check_added, check_groups, check_options, check_rows, check_tensors
 from ringtile.kernels.native.library import BackwardPhase, CallStructure, ForwardPhase, Library, library, reason_against
 from ringtile.kernels.native.masses import compute as compute_masses
 from ringtile.kernels.native.masses import supports as supports_masses
@@ -269,7 +270,9 @@ def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _L
 class _Job:
     """One call's structure and the tensors that it points to."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None, added: Added | None = None
+    ) -> None:
         # Kept whole: the structure points into its tensors.
         self.prepared = _current(q, k, v, call, prepared)
         template = self.template = self.prepared.template
@@ -293,10 +296,20 @@ class _Job:
             for name, numbers in (("head_at", call.head_at), ("batch_at", call.batch_at)):
                 if numbers is not None:
                     setattr(c, name, self.keep(numbers.contiguous()).data_ptr())
-        if call.softcap or call.alibi_slopes is not None:
+        if call.softcap or call.alibi_slopes is not None or added is not None:
             c.scale, c.true_scale, c.softcap = 1, call.scale, call.softcap
         if call.alibi_slopes is not None:
             c.slopes = self.keep(call.alibi_slopes.double().contiguous()).data_ptr()
+        if added is not None:
+            check_added(q, k, added)
+            values, query_at, key_at = (self.keep(x) for x in added[:3])
+            c.added, c.added_queries, c.added_keys = values.data_ptr(), query_at.data_ptr(), key_at.data_ptr()
+            # One row of numbers is that of all queries.
+            several, c.added_places = values.shape[2] > 1, values.shape[3]
+            c.added_stride = *values.stride()[:2], values.stride(2) * several
+            if added.grad is not None:
+                c.added_grad = self.keep(added.grad).data_ptr()
+                c.added_grad_stride = *added.grad.stride()[:2], added.grad.stride(2) * several
         c.threads = threads_of(template.operations)
 
     def keep(self, x: Tensor) -> Tensor:
@@ -349,13 +362,15 @@ class _Job:
                 listener.append(KernelTime(self.c.out_grad is not None, times[0], times[1]))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None, added: Added | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` (float32, float64 for float64)."""
     rows = q.shape[:3]
     if not rows.numel():
         index_of(call, q, k)  # raises the same errors as a call with queries
         return new_out(q, v.shape[-1]), q.new_empty(rows, dtype=accumulator(q))
-    job = _Job(q, k, v, call, prepared)
+    job = _Job(q, k, v, call, prepared, added)
     template = job.template
     out = q.new_empty_strided((*rows, v.shape[3]), template.out_stride)
     lse = q.new_empty(rows, dtype=template.accumulator)
@@ -369,15 +384,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | No
     return out, lse
 
 
-def backward(rows: Rows, call: Call, prepared: Prepared | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    rows: Rows, call: Call, prepared: Prepared | None = None, added: Added | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
     out_grad, lse_grad, q, k, v, out, lse = rows
     check_rows(q, v, out, out_grad, lse, lse_grad)
     if not lse.numel() or not k.shape[2]:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    job = _Job(q, k, v, call, prepared)
+    job = _Job(q, k, v, call, prepared, added)
     heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
-    by_columns = backward_products(kv_heads, job.c.threads) == 5
+    # All queries of a head add to the gradient of its table, in an order that one thread keeps.
+    by_columns = backward_products(kv_heads, job.c.threads) == 5 or (added is not None and added.values.shape[2] == 1)
     # Columns add to the gradients of queries, tile by tile. Everything else is written once.
     q_grad = lse.new_zeros(q.shape) if by_columns else q.new_empty(q.shape)
     k_grad, v_grad = k.new_empty(k.shape), v.new_empty(v.shape)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringtile.index import BlockIndex
-from ringtile.kernels.contracts import Call, accumulator
+from ringtile.kernels.contracts import Added, Call, accumulator
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """Numbers of the dtypes in native/ringtile.h."""
@@ -35,6 +35,23 @@ def check_options(q: Tensor, k: Tensor, call: Call) -> None:
     for name, numbers, of in (("head_at", call.head_at, 1), ("batch_at", call.batch_at, 0)):
         if numbers is not None and (numbers.shape != (q.shape[of],) or numbers.dtype != torch.int64):
             raise ValueError(f"{name}: expected int64 [{q.shape[of]}], got {numbers.dtype} {numbers.shape}")
+
+
+def check_added(q: Tensor, k: Tensor, added: Added) -> None:
+    """Raise ValueError if the numbers that a call adds to its scores do not match."""
+    values, query_at, key_at, grad = added
+    rows, shape = values.shape[2:3], (*q.shape[:2], *values.shape[2:])
+    if values.shape != shape or rows not in ((1,), q.shape[2:3]) or values.dtype != accumulator(q):
+        raise ValueError(f"added: expected {accumulator(q)} [B, H, Nq or 1, R], got {values.dtype} {values.shape}")
+    # The stride of a dimension of one place means nothing.
+    wide = values.shape[3] > 1
+    if (wide and values.stride(3) != 1) or rows[0] * max(values.stride(2), values.shape[3]) >= 2**31:
+        raise ValueError(f"added: expected contiguous rows of fewer than 2^31 numbers, got {values.stride()=}")
+    for at, x in ((query_at, q), (key_at, k)):
+        if at.dtype != torch.int32 or at.shape != x.shape[2:3] or not at.is_contiguous():
+            raise ValueError(f"added: expected contiguous int32 [{x.shape[2]}], got {at.dtype} {at.shape}")
+    if grad is not None and (grad.shape != shape or grad.dtype != values.dtype or (wide and grad.stride(3) != 1)):
+        raise ValueError(f"added: expected a gradient {shape} of contiguous rows, got {grad.dtype} {grad.shape}")
 
 
 def check_rows(q: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, lse: Tensor, lse_grad: Tensor | None) -> None:

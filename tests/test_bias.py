@@ -204,6 +204,13 @@ def test_threads_do_not_change_a_bit(name: str, backend: str, threads: Iterator[
     assert all(torch.equal(x, y) for x, y in zip(*each, strict=True))
 
 
+def test_threads_do_not_share_the_table_of_a_head(threads: Iterator[int]) -> None:
+    leaves = [x.requires_grad_() for x in (*torch.randn(3, 1, 1, 4000, 8).unbind(), torch.randn(1, 65))]
+    call = partial(sparse_attention, return_lse=True, backend="native")
+    each = [with_grads(call(*leaves[:3], bias=Relative(leaves[3], 32)), leaves) for _ in threads]
+    assert all(torch.equal(x, y) for x, y in zip(*each, strict=True))
+
+
 @pytest.fixture
 def threads() -> Iterator[Iterator[int]]:
     before = torch.get_num_threads()

@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import ranks
+import processes
 import torch.distributed as dist
-from ranks import run_processes
+from processes import run_processes
 
 
 def output_of(n_ranks: int, program: Path, *words: str) -> str:
@@ -26,7 +26,7 @@ def output_of(n_ranks: int, program: Path, *words: str) -> str:
 def _run(rank: int, n_ranks: int, program: str, words: tuple[str, ...], printed: str) -> None:
     # The program makes a group of its own, over the store that these ranks have.
     dist.destroy_process_group()
-    store = ranks._joining[0]
+    store = processes._joining[0]
     facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks}
     facts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ |= {name: str(fact) for name, fact in facts.items()}

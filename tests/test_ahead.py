@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from processes import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringtile.distributed import Layout, make_plan, prefetched, prepare, ring_attention

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import SDPA_BUDGET, make_inputs, oracle, relative_error, sdpa_low_precision_error
-from ranks import counted_traffic, on_ranks, run_processes
+from processes import counted_traffic, on_ranks, run_processes
 from test_distributed import LAYOUTS, attend_apart, attend_whole, split_results
 from test_ring_processes import check_compiled, check_equal, gradients
 from torch import Tensor

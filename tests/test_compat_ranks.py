@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import relative_error
-from ranks import on_ranks, run_processes
+from processes import on_ranks, run_processes
 from test_compat import TOO_SHORT, with_grads
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import counted_traffic, on_ranks
+from processes import counted_traffic, on_ranks
 from tiny import DECODER, config_of, hf
 from torch import Tensor, nn
 

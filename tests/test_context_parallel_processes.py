@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_processes
+from processes import on_ranks, run_processes
 from test_context_parallel import Step, batch_of, error_of, expected, grads_of, in_float64, new_model
 from tiny import hf
 from torch import Tensor

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import make_inputs
-from ranks import Traffic, counted_traffic, on_ranks
+from processes import Traffic, counted_traffic, on_ranks
 from strategies import patterns
 from test_distributed import LAYOUTS, PATTERNS
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_processes
+from processes import run_processes
 from torch import Tensor, nn
 
 from ringtile.distributed import Layout, ring_attend

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Inputs, make_inputs, relative_error
-from ranks import counted_traffic, on_ranks
+from processes import counted_traffic, on_ranks
 from torch import Tensor
 
 from ringtile.distributed import Layout, ring_dilated_attention

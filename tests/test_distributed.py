@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Inputs, make_inputs, oracle, relative_error, rule_everywhere
-from ranks import Traffic, counted_traffic, on_ranks, one_rank
+from processes import Traffic, counted_traffic, on_ranks, one_rank
 from strategies import patterns
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd

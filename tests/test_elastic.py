@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_processes
+from processes import run_processes
 
 from ringtile.patterns import Window, parse
 

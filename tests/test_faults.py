@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Outcome, join_group, on_ranks, run_processes
+from processes import Outcome, join_group, on_ranks, run_processes
 
 from ringtile.distributed import process_groups
 from ringtile.distributed.failures import faults, watcher

@@ -12,7 +12,7 @@ import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import make_inputs
-from ranks import Traffic, counted_traffic, on_ranks, one_rank, run_processes
+from processes import Traffic, counted_traffic, on_ranks, one_rank, run_processes
 from strategies import patterns
 from test_cost import hardware, seconds
 from test_distributed import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import make_inputs, relative_error
-from ranks import counted_traffic, on_ranks
+from processes import counted_traffic, on_ranks
 from torch import Tensor
 
 from ringtile.distributed import Layout, RingCache, ring_attend

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 from oracle import make_inputs, relative_error
-from ranks import Outcome, counted_traffic, run_processes
+from processes import Outcome, counted_traffic, run_processes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import counted_traffic, on_ranks
+from processes import counted_traffic, on_ranks
 from torch import Tensor
 
 from ringtile.distributed import Layout, PlanMismatch, lockstep, roll

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import make_inputs, relative_error
-from ranks import on_ranks, run_processes
+from processes import on_ranks, run_processes
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention, _load_balancer

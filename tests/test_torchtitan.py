@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import kept_pairs, relative_error
-from ranks import on_ranks
+from processes import on_ranks
 from torch import Tensor
 
 from ringtile import sparse_attention

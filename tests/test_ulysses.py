@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Inputs, make_inputs, oracle, relative_error
-from ranks import counted_traffic, on_ranks, run_processes
+from processes import counted_traffic, on_ranks, run_processes
 from test_distributed import (
     CAUSAL,
     LAYOUTS,

@@ -28,7 +28,7 @@ from ringtile.kernels.contracts import (
     new_out,
     options_of,
 )
-from ringtile.kernels.operators import apart, is_differentiated, library, schema, with_tensors
+from ringtile.kernels.operators import apart, is_differentiated, library, schema, with_tensors, without_derivative
 from ringtile.kernels.plans import prepared_of
 
 _BYTES = 1 << 25
@@ -387,18 +387,9 @@ def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
     return *grads, *more
 
 
-class _Backward(torch.autograd.Function):
-    """The backward operator, which has no derivative."""
-
-    forward = staticmethod(_differentiate)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> None:
-        raise NotImplementedError("attention with a bias has no second derivative; with backend='reference' it has")
+_Backward = without_derivative(
+    _differentiate, "attention with a bias has no second derivative; with backend='reference' it has"
+)
 
 
 class _Attention(torch.autograd.Function):
@@ -431,7 +422,7 @@ class _Attention(torch.autograd.Function):
         if torch.compiler.is_compiling() or not is_differentiated(*rows):
             grads = _differentiate(*rows, spec, n_biases, call, *tensors)
         else:
-            grads = _Backward.apply(*rows, spec, n_biases, call, *tensors)  # type: ignore[no-untyped-call]
+            grads = _Backward.apply(*rows, spec, n_biases, call, *tensors)
         return (*grads[:3], None, None, None, *grads[3:], *(None for _ in range(n_tensors - n_biases)))
 
 

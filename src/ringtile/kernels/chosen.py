@@ -19,7 +19,15 @@ from ringtile.kernels.contracts import (
     new_out,
     options_of,
 )
-from ringtile.kernels.operators import apart, is_differentiated, library, schema, vmap_rule, with_tensors
+from ringtile.kernels.operators import (
+    apart,
+    is_differentiated,
+    library,
+    schema,
+    vmap_rule,
+    with_tensors,
+    without_derivative,
+)
 
 _LISTS = f"Tensor indices, Tensor limits, {schema(Call)}"
 
@@ -66,25 +74,14 @@ for _name, _implementation, _fake, _n_tensors in (
     torch.library.register_vmap(f"ringtile::{_name}", vmap_rule(_n_tensors, _op), lib=library)
 
 
-class _Backward(torch.autograd.Function):
-    """The backward operator, which has no derivative."""
+def _differentiate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor, Tensor] = BACKWARD_LISTS(*arguments[:9], *with_tensors(*arguments[9:]))
+    return grads
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor, Tensor] = BACKWARD_LISTS(*arguments[:9], *with_tensors(*arguments[9:]))
-        return grads
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> None:
-        raise NotImplementedError(
-            "attention over Chosen lists has no second derivative; with backend='reference' it has"
-        )
+_Backward = without_derivative(
+    _differentiate, "attention over Chosen lists has no second derivative; with backend='reference' it has"
+)
 
 
 class _Attention(torch.autograd.Function):
@@ -115,7 +112,7 @@ class _Attention(torch.autograd.Function):
             # Dynamo traces no Function inside another.
             grads = BACKWARD_LISTS(*rows, indices, limits, *with_tensors(ctx.call, *rest))
         else:
-            grads = _Backward.apply(*rows, indices, limits, ctx.call, *rest)  # type: ignore[no-untyped-call]
+            grads = _Backward.apply(*rows, indices, limits, ctx.call, *rest)
         return *grads, None, None, None, *(None for _ in rest)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -214,24 +214,33 @@ def run_backward(rows: Rows, call: Call, prepared: Any = None) -> tuple[Tensor, 
     return grads
 
 
-class _DoubleBackward(torch.autograd.Function):
-    """The double backward operator, which has no derivative."""
+def without_derivative(compute: Callable[..., Any], message: str) -> type[torch.autograd.Function]:
+    """Return a function of tensors that raises this NotImplementedError if it is differentiated."""
 
-    generate_vmap_rule = True
+    class Last(torch.autograd.Function):
+        generate_vmap_rule = True
+        forward = staticmethod(compute)
 
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        call = with_tensors(*arguments[10:])
-        found: tuple[Tensor, ...] = torch.ops.ringtile.double_backward(*arguments[:10], *call)
-        return found
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            pass
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor) -> None:
+            raise NotImplementedError(message)
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> None:
-        raise NotImplementedError("sparse_attention has no third derivative; with backend='reference' it has")
+    return Last
+
+
+def _differentiate_twice(*arguments: Any) -> tuple[Tensor, ...]:
+    call = with_tensors(*arguments[10:])
+    found: tuple[Tensor, ...] = torch.ops.ringtile.double_backward(*arguments[:10], *call)
+    return found
+
+
+_DoubleBackward = without_derivative(
+    _differentiate_twice, "sparse_attention has no third derivative; with backend='reference' it has"
+)
 
 
 class _Backward(torch.autograd.Function):
@@ -254,7 +263,7 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         rows, rest = saved[:7], saved[7:]
-        found = _DoubleBackward.apply(*cotangents, *rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
+        found = _DoubleBackward.apply(*cotangents, *rows, ctx.call, *rest)
         out_grad, lse_grad, q, k, v = found
         lse_grad = None if rows[1] is None else lse_grad
         return out_grad, lse_grad, q, k, v, None, None, None, *(None for _ in rest)

@@ -185,6 +185,131 @@ def test_losses_of_indexers(name: str, warm_up: bool, monkeypatch: pytest.Monkey
     assert compared >= 4 * len(losses)
 
 
+ALL_CHOSEN = {
+    "minimax_m3_vl": {"index_topk_blocks": 99},
+    "qwen4_exp": {"indexer_budget": 400},
+    "deepseek_v4": {"index_topk": 99},
+    "glm5_next": {"index_topk": 400},
+}
+
+
+class Kept(TorchFunctionMode):
+    """Records the products of the small heads of MiniMax-M3 (``matmul``) or what is ranked (``topk``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[Tensor] = []
+        self.ranked: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.__name__ == "topk":
+            self.ranked.append(args[0])
+        if func.__name__ == "matmul":
+            self.products.append(out)
+        return out
+
+
+def first_keys(runs: list[list[tuple[int, int]]]) -> Tensor:
+    """The first key of each pool of 4 tokens in the runs of real tokens of each row, -1 behind the last."""
+    rows = [[i for begin, end in row for i in range(begin, end - 3, 4)] for row in runs]
+    longest = max(map(len, rows))
+    return torch.tensor([row + [-1] * (longest - len(row)) for row in rows])
+
+
+def scores_and_attention(
+    name: str, kept: Kept, weights: Tensor, runs: list[list[tuple[int, int]]]
+) -> tuple[Tensor, Tensor]:
+    """Scores and what they are to be, ``[B, G, Nq, entries]``, from what eager attention computes."""
+    first = first_keys(runs)
+    if name == "minimax_m3_vl":
+        return kept.products[0] * kept.products[0].new_tensor(16.0) ** -0.5, weights.unflatten(1, (2, -1)).mean(2)
+    if name == "deepseek_v4":
+        scores, own = kept.ranked[0], weights[..., -kept.ranked[0].shape[2] :]
+    else:
+        scores = kept.ranked[0]
+        if name == "qwen4_exp":
+            # The indexer is a loop over queries, of which those without a whole pool in their run rank none.
+            begins = [
+                [max([begin for begin, _ in row if begin <= i], default=0) for i in range(TOKENS)] for row in runs
+            ]
+            seen = (first[:, None] >= torch.tensor(begins).unsqueeze(2)) & (first >= 0)[:, None]
+            seen &= first[:, None] + 3 <= torch.arange(TOKENS)[:, None]
+            scores = torch.full_like(seen, -torch.inf, dtype=torch.float64)
+            scores = scores.masked_scatter(seen, torch.cat(kept.ranked))
+        own = sum(_at(weights, first + i) for i in range(4))  # type: ignore[assignment]
+    own = own.masked_fill((scores < -1e30).unsqueeze(1), 0)
+    own = (own / own.sum(3, keepdim=True)).nan_to_num(0)
+    return scores.unsqueeze(1), own.mean(1, keepdim=True)
+
+
+def _at(weights: Tensor, key: Tensor) -> Tensor:
+    """The weights of one key of each pool, ``[B, H, Nq, pools]``."""
+    index = key.clamp(min=0)[:, None, None].expand(*weights.shape[:3], -1)
+    return weights.gather(3, index)
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("minimax_m3_vl", "no"), ("deepseek_v4", "no"), ("glm5_next", "left"), ("qwen4_exp", "left"),
+     ("qwen4_exp", "packed")],
+)  # fmt: skip
+def test_losses_of_other_indexers(name: str, kind: str, warm_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention that eager heads pay to keys, pools and compressed keys, and the gradients to the indexers."""
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("no" if kind == "packed" else kind)
+    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
+    runs = [[(int(row.long().argmax()), TOKENS)] for row in mask]
+    if kind == "packed":
+        places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([30, 1, 30], [7, 54], [61])])
+        inputs = {"input_ids": tokens, "position_ids": places, "use_cache": False}
+        runs = [[(0, 30), (30, 31), (31, 61)], [(0, 7), (7, 61)], [(0, 61)]]
+    eager, mine = built(name, "eager", **(ALL_CHOSEN[name] if warm_up else {})), built(name, "use_ringtile")
+    recorded, weights = [], []
+    for label, module in eager.named_modules():
+        if label.endswith(".indexer"):
+
+            def forward(*given: Any, of: Any = module, **named: Any) -> Tensor:
+                given = tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+                named = {key: x.detach() if isinstance(x, Tensor) else x for key, x in named.items()}
+                own = type(of).forward
+                with torch.enable_grad(), Kept() as kept:
+                    found: Tensor = getattr(own, "__wrapped__", own)(of, *given, **named)
+                recorded.append(kept)
+                return found
+
+            monkeypatch.setattr(module, "forward", forward)
+            attention = eager.get_submodule(label.removesuffix(".indexer").removesuffix(".compressor"))
+            attention.register_forward_hook(lambda _, given, out: weights.append(out[1].detach()))
+    with Doubled():
+        outputs = [eager(**inputs)[0]]
+        with indexers.index_losses(mine, warm_up=warm_up) as losses:
+            outputs.append(mine(**inputs)[0])
+    # While indexers learn, attention is dense, or over what they chose.
+    torch.testing.assert_close(outputs[1][mask], outputs[0][mask], rtol=0, atol=1e-10)
+    assert len(losses) == len(recorded) == len(weights) > 0
+    expected = []
+    for kept, own in zip(recorded, weights, strict=True):
+        # A row without keys has weights in eager attention, for padding too.
+        wrong = (own[..., :TOKENS] * ~mask[:, None, None]).any(3, keepdim=True)
+        scores, p = scores_and_attention(name, kept, own.masked_fill(wrong, 0), runs)
+        logs = scores.masked_fill(p == 0, -torch.inf).log_softmax(-1).masked_fill(p == 0, 0)
+        expected.append((torch.special.entr(p) + p * logs).sum().neg() / p[..., 0].numel())
+    assert min(expected) > 1e-3
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-10, atol=1e-12)
+    for loss in (losses, expected):
+        sum(loss).backward()  # type: ignore[union-attr]
+    compared = 0
+    for (label, x), y in zip(mine.named_parameters(), eager.parameters(), strict=True):
+        assert (x.grad is None) == (".indexer." not in label), label
+        if x.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-8, atol=1e-12)
+            compared += bool(x.grad.any())
+    assert compared >= 3 * len(losses)
+
+
 def has_choice(model: nn.Module, layer: int) -> bool:
     return any(label.endswith(f"layers.{layer}.self_attn.indexer") for label, _ in model.named_modules())
 
@@ -200,11 +325,24 @@ def test_losses_of_drawn_queries_and_models_without_indexers() -> None:
     assert len(losses) == 6
     assert all(loss.isfinite() and loss > 0 for loss in losses)
     assert not any(name == "_ringtile_learning" for module in model.modules() for name in module.__dict__)
-    for wrong in (built("minimax_m3_vl", "use_ringtile"), built("deepseek_v32", "name")):
-        with pytest.raises(ValueError, match="model: expected indexers of"), indexers.index_losses(wrong):
+    none = {"layer_types": ["heavily_compressed_attention"] * 2}
+    for wrong in (built("deepseek_v4", "use_ringtile", **none), built("deepseek_v32", "name")):
+        with pytest.raises(ValueError, match="model: expected indexers that choose"), indexers.index_losses(wrong):
             pass
     with pytest.raises(ValueError, match="rows"), indexers.index_losses(model, rows=0):
         pass
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "glm5_next", "qwen4_exp"])
+def test_inputs_that_are_shorter_than_a_pool(name: str) -> None:
+    tokens = torch.randint(3, 97, (2, 3))
+    eager, mine = both(name, "use_ringtile")
+    with torch.no_grad(), Doubled():
+        torch.testing.assert_close(mine(tokens)[0], eager(tokens)[0], rtol=0, atol=1e-10)
+        for warm_up in (True, False):
+            with indexers.index_losses(mine, warm_up=warm_up) as losses:
+                mine(tokens)
+            assert [float(loss) for loss in losses] == [0.0]
 
 
 @pytest.mark.parametrize("name", [name for name in SPARSE if name not in KINDS])
@@ -234,12 +372,7 @@ def test_the_future_changes_nothing_and_the_choice_something(name: str) -> None:
     tokens = torch.randint(3, 97, (2, TOKENS))
     later = torch.cat([tokens[:, :40], torch.randint(3, 97, (2, TOKENS - 40))], 1)
     model = both(name, "use_ringtile")[1]
-    changed = {
-        "minimax_m3_vl": {"index_topk_blocks": 99},
-        "qwen4_exp": {"indexer_budget": 400},
-        "deepseek_v4": {"index_topk": 99},
-    }
-    others = built(name, "use_ringtile", **changed.get(name, {"index_topk": 400}))
+    others = built(name, "use_ringtile", **ALL_CHOSEN.get(name, {"index_topk": 400}))
     with torch.no_grad(), Doubled():
         first, second, of_all = (x.double() for x in (model(tokens)[0], model(later)[0], others(tokens)[0]))
     torch.testing.assert_close(second[:, :40], first[:, :40], rtol=0, atol=1e-12)

@@ -25,6 +25,8 @@ def dense_loss(
     relu: bool = False,
     groups: int = 1,
     indices: Tensor | None = None,
+    block: int = 1,
+    pools: Tensor | None = None,
     rows: Tensor | None = None,
     pattern: Pattern | None = None,
     start: int | Tensor | None = None,
@@ -43,11 +45,23 @@ def dense_loss(
     of_rows = [rule.batch_row(b).allowed(zero, at[b, :, None], j).expand(n_queries, -1) for b in range(batch)]
     keep = torch.stack(of_rows).unsqueeze(1)
     keep = keep if key_mask is None else keep & key_mask[:, None, None]
-    keep = keep if indices is None else keep & (indices.unsqueeze(4) == j).any(3)
+    member = None
+    if pools is not None:
+        # Which keys are in which pools, [B, 1, 1, n_pools, Nk], of the pools that a query sees whole.
+        member = ((j >= pools.unsqueeze(2)) & (j < pools.unsqueeze(2) + block) & (pools >= 0).unsqueeze(2))[
+            :, None, None
+        ]
+        whole = (member & keep.unsqueeze(3)).sum(4) == block
+        whole = whole if indices is None else whole & (indices.unsqueeze(4) == torch.arange(pools.shape[1])).any(3)
+        keep = (member & whole.unsqueeze(4)).any(3)
+    elif indices is not None:
+        keep = keep & (indices.unsqueeze(4) == j // block).any(3)
     products = query @ key.repeat_interleave(heads // key.shape[1], 1).mT
     products = products * (head_dim**-0.5 if scale is None else scale)
     products = products.unflatten(1, (groups, -1)).masked_fill(~keep.unsqueeze(2), -math.inf)
     p = products.softmax(4).nan_to_num(0).mean(2)
+    if member is not None:
+        p, keep = (member * p.unsqueeze(3)).sum(4), whole
     logs = scores.masked_fill(~keep, torch.finfo(scores.dtype).min / 4).log_softmax(3)
     found = (torch.special.xlogy(p, p) - p * logs.masked_fill(~keep, 0)).sum(3)
     return (found if rows is None else found[:, :, rows]).mean()
@@ -56,18 +70,25 @@ def dense_loss(
 def inputs(
     *, groups: int = 1, queries: int = 71, weighted: bool = False, dtype: torch.dtype = torch.float64, **how: Any
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    sizes = [(4, queries, 8), (how.pop("key_heads", groups), 71, 8), (6, queries, 16), (3, 71, 16)]
+    entries = how["pools"].shape[1] if "pools" in how else -(-71 // how.get("block", 1))
+    index_keys = entries if "pools" in how else 71
+    sizes = [(4, queries, 8), (how.pop("key_heads", groups), index_keys, 8), (6, queries, 16), (3, 71, 16)]
     tensors = [torch.randn(2, *size, dtype=torch.float64).to(dtype).requires_grad_() for size in sizes]
     if weighted:
         how["weights"] = torch.randn(2, 4, queries, dtype=torch.float64).to(dtype).requires_grad_()
     if how.pop("listed", False):
         # Lists that repeat keys, end in -1, and name keys that the rule or the mask drops.
-        how["indices"] = torch.randint(-4, 71, (2, groups, queries, 13), dtype=torch.int32).clamp(min=-1)
+        n = 13 if entries == 71 else 5
+        how["indices"] = torch.randint(-4, entries, (2, groups, queries, n), dtype=torch.int32).clamp(min=-1)
         how["indices"][1, :, 5] = -1
     return tensors, how | {"groups": groups}
 
 
 POSITIONS = torch.tensor([[-3], [0]]) + torch.arange(71)
+POOLS = torch.stack([torch.arange(5, 71, 4), torch.arange(0, 68, 4)])
+"""The first keys of pools of 4: the last of the first row ends after the keys."""
+POOLS[1, 9] = -1
+PADDED = torch.arange(71) >= torch.tensor([[5], [0]])
 CASES: dict[str, dict[str, Any]] = {
     "all keys": {},
     "DeepSeek": {"relu": True, "weighted": True, "pattern": Causal()},
@@ -82,6 +103,11 @@ CASES: dict[str, dict[str, Any]] = {
     "padding": {"key_mask": torch.arange(71) >= torch.tensor([[30], [0]]), "pattern": Causal(), "relu": True},
     "padded lists": {"key_mask": torch.arange(71) >= torch.tensor([[30], [0]]), "listed": True},
     "positions": {"start": POSITIONS, "pattern": Causal(), "scale": 0.4},
+    "blocks": {"block": 8, "listed": True, "groups": 2, "key_heads": 1, "pattern": Causal(), "queries": 63},
+    "padded blocks": {"block": 4, "listed": True, "key_mask": PADDED, "pattern": Causal(), "weighted": True},
+    "pools": {"block": 4, "pools": POOLS, "pattern": Causal(), "weighted": True, "relu": True},
+    "pools of groups": {"block": 4, "pools": POOLS, "groups": 2, "key_mask": PADDED, "pattern": Window(30)},
+    "chosen pools": {"block": 4, "pools": POOLS, "listed": True, "pattern": Causal(), "weighted": True, "queries": 63},
     "other length": {"queries": 34, "pattern": Causal()},
     "one query": {"queries": 1, "pattern": Causal(), "relu": True, "weighted": True},
 }
@@ -107,7 +133,7 @@ def test_value_and_gradients_are_those_of_dense_softmaxes(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["DeepSeek", "lists"])
+@pytest.mark.parametrize("name", ["DeepSeek", "lists", "chosen pools"])
 def test_low_precision_is_at_most_as_far_off_as_dense_softmaxes(name: str, dtype: torch.dtype) -> None:
     tensors, how = inputs(**CASES[name], dtype=dtype)
     wide = [x.detach().double().requires_grad_() for x in tensors]
@@ -145,13 +171,14 @@ def test_a_list_of_all_keys_is_no_list() -> None:
     torch.testing.assert_close(index_loss(*tensors, **how, indices=indices), index_loss(*tensors, **how))
 
 
-@pytest.mark.parametrize("name", ["DeepSeek", "lists"])
+@pytest.mark.parametrize("name", ["DeepSeek", "lists", "pools"])
 def test_the_future_and_masked_memory_change_nothing(name: str) -> None:
     tensors, how = inputs(**CASES[name])
     how["rows"] = torch.arange(40)
     before = differentiated(index_loss(*tensors, **how), tensors, how)
     for x in tensors:
-        x.data[:, :, 40:] = math.nan
+        # Of the pools, those from the tenth on begin at token 40 or later.
+        x.data[:, :, 40 if x.shape[2] == 71 else 10 :] = math.nan
     found = differentiated(index_loss(*tensors, **how), tensors, how)
     for ours, theirs in zip(found, before, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -160,18 +187,20 @@ def test_the_future_and_masked_memory_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index_heads", "heads", "key_heads", "head_dim", "queries", "keys", "n"),
-    [(64, 16, 1, 576, 20, 8192, None), (16, 16, 1, 576, 20, 8192, 2048), (4, 8, 2, 64, 300, 4096, None),
-     (4, 1, 1, 64, 2, 2**20, None), (4, 1, 1, 8, 2, 2**18, 2**16)],
-    ids=["DeepSeek", "lists", "many queries", "many keys", "long lists"],
+    ("index_heads", "heads", "key_heads", "head_dim", "queries", "keys", "n", "pool"),
+    [(64, 16, 1, 576, 20, 8192, None, 1), (16, 16, 1, 576, 20, 8192, 2048, 1), (4, 8, 2, 64, 300, 4096, None, 1),
+     (4, 1, 1, 64, 2, 2**20, None, 1), (4, 1, 1, 8, 2, 2**18, 2**16, 1), (4, 1, 1, 512, 2, 2**17, None, 4)],
+    ids=["DeepSeek", "lists", "many queries", "many keys", "long lists", "pools"],
 )  # fmt: skip
 def test_at_most_64_mib(
-    index_heads: int, heads: int, key_heads: int, head_dim: int, queries: int, keys: int, n: int | None
+    index_heads: int, heads: int, key_heads: int, head_dim: int, queries: int, keys: int, n: int | None, pool: int
 ) -> None:
     small_query = torch.randn(1, index_heads, queries, 32, requires_grad=True)
-    small_key, query = torch.randn(1, 1, keys, 32, requires_grad=True), torch.randn(1, heads, queries, head_dim)
+    small_key, query = torch.randn(1, 1, keys // pool, 32, requires_grad=True), torch.randn(1, heads, queries, head_dim)
     key = torch.randn(1, key_heads, keys, head_dim)
     how: dict[str, Any] = {"relu": True, "pattern": Causal()}
+    if pool > 1:
+        how |= {"block": pool, "pools": torch.arange(0, keys, pool)[None]}
     if n is not None:
         how["indices"] = torch.randint(keys, (1, 1, queries, n))
     peak = peak_memory(
@@ -200,6 +229,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "positions": ({"start": torch.zeros(71, dtype=torch.int64)}, "start", "(2, 71)"),
     "lists": ({"indices": torch.zeros(2, 3, 71, 4, dtype=torch.int64)}, "indices", "(2, 1, 71)"),
     "floating lists": ({"indices": torch.zeros(2, 1, 71, 4)}, "indices", "float32"),
+    "block": ({"block": 0}, "block", "got 0"),
+    "pools": ({"pools": torch.zeros(2, 70, dtype=torch.int64)}, "pools", "[2, 70]"),
+    "floating pools": ({"pools": torch.zeros(2, 71)}, "pools", "float32"),
+    "pools of other keys": (
+        {"pools": torch.zeros(2, 71, dtype=torch.int64), "key_mask": torch.ones(2, 70, dtype=torch.bool)},
+        "key_mask",
+        "70",
+    ),
     "rows": ({"rows": torch.zeros(2)}, "rows", "float32"),
     "rows that are none": ({"rows": torch.tensor([3, 71])}, "rows", "71"),
     "key_mask": ({"key_mask": torch.ones(2, 70, dtype=torch.bool)}, "key_mask", "70"),

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from ringtile.adaptive.indexer import checked, scored
 from ringtile.functional.attention import checked_tensors
 from ringtile.patterns import Pattern
+from ringtile.patterns.checks import check_positive
 
 _BYTES = 1 << 22
 """Most bytes of each of the tensors of a chunk of queries and a tile of keys."""
@@ -28,6 +29,8 @@ def index_loss(
     relu: bool = False,
     groups: int = 1,
     indices: Tensor | None = None,
+    block: int = 1,
+    pools: Tensor | None = None,
     rows: Tensor | None = None,
     pattern: Pattern | None = None,
     start: int | Tensor | None = None,
@@ -38,16 +41,21 @@ def index_loss(
 
     p is the attention of the layer, the mean over the heads that choose together, and a constant. The index scores are
     those of `index_topk`. Both are over all allowed keys, as in the dense warm-up of DeepSeek-V3.2 (arXiv:2512.02556),
-    or over the chosen ones, as in its sparse training. Gradients reach ``index_query``, ``index_key`` and ``weights``
+    or over the chosen ones, as in its sparse training. For an indexer that scores pools of keys, p is summed over the
+    keys of a pool, and keys without one do not count. Gradients reach ``index_query``, ``index_key`` and ``weights``
     alone. A query without keys counts 0. At most 64 MiB are allocated beyond the inputs and their gradients.
 
     Args:
         index_query: ``[B, Hi, Nq, d]``, as the ``query`` of `index_topk`.
-        index_key: ``[B, 1 or groups, Nk, d]``, as its ``key``.
+        index_key: ``[B, 1 or groups, Nk, d]``, as its ``key``, or ``[B, 1 or groups, n_pools, d]``.
         query: ``[B, H, Nq, D]``, the queries of the layer. H is a multiple of ``groups``.
         key: ``[B, Hkv, Nk, D]``, its keys.
         weights, relu, groups, pattern, start, key_mask: See `index_topk`.
-        indices: int ``[B, groups, Nq, n]``, the keys that each query attends to, -1 for none. None is all keys.
+        indices: int ``[B, groups, Nq, n]``, the keys, blocks or pools that each query attends to, -1 for none. None is
+            all keys.
+        block: Number of keys that an entry of ``indices`` stands for, as in `Chosen`, or of a pool.
+        pools: int64 ``[B, n_pools]``, the first key of each pool of ``block`` keys, -1 for none. A pool counts for a
+            query that may attend to all of its keys.
         rows: int64 ``[n]``, the queries that count, such as drawn ones: a call costs as much as their attention.
         scale: Factor of the layer's products. Default: ``D ** -0.5``.
 
@@ -60,10 +68,15 @@ def index_loss(
     >>> small_q.grad.shape
     torch.Size([1, 2, 100, 16])
     """
-    index_query, index_key, rule, first = checked(index_query, index_key, weights, groups, pattern, start, key_mask)
+    check_positive(block=block)
     query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
     (batch, n_heads, n_queries, head_dim), n_keys, device = query.shape, key.shape[2], query.device
-    sizes, expected = (batch, n_queries, n_keys), (len(index_query), index_query.shape[2], index_key.shape[2])
+    if pools is not None and (pools.dtype != torch.int64 or pools.shape != (batch, *index_key.shape[2:3])):
+        raise ValueError(f"pools: expected int64 [B, n_pools], got {pools.dtype=}, {pools.shape=}, {index_key.shape=}")
+    of_keys = (*index_key.shape[:2], n_keys, *index_key.shape[3:])
+    by_key = index_key if pools is None else index_key.new_zeros(()).expand(of_keys)
+    index_query, by_key, rule, first = checked(index_query, by_key, weights, groups, pattern, start, key_mask)
+    sizes, expected = (batch, n_queries, n_keys), (len(index_query), index_query.shape[2], by_key.shape[2])
     if sizes != expected or n_heads % groups or device != index_query.device:
         raise ValueError(
             f"query, key: expected a multiple of {groups=} heads, and the batch, lengths and device of the index, got "
@@ -75,10 +88,12 @@ def index_loss(
         raise ValueError(
             f"indices: expected integers {(batch, groups, n_queries)} and n, got {indices.dtype=}, {indices.shape=}"
         )
+    index_key = by_key if pools is None else index_key
     if rows is not None and (rows.dim() != 1 or rows.dtype != torch.int64):
         raise ValueError(f"rows: expected int64 [n], got {rows.dtype=}, {rows.shape=}")
     if rows is not None and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n_queries:
         raise ValueError(f"rows: expected queries 0 to {n_queries - 1}, got {int(rows.min())} to {int(rows.max())}")
+    no_lists = indices is not None and not indices.shape[3] * index_key.shape[2]
     every = torch.arange(n_queries, device=device)
     position = first if isinstance(first, Tensor) else (every + first).expand(batch, -1)
     layer = _Layer(
@@ -89,7 +104,9 @@ def index_loss(
         position,
         key_mask,
         indices,
-        every if rows is None else rows.to(device),
+        block,
+        pools,
+        every[:0] if no_lists else every if rows is None else rows.to(device),
         groups,
         relu,
         torch.promote_types(torch.float32, torch.promote_types(index_query.dtype, query.dtype)),
@@ -110,15 +127,29 @@ class _Layer(NamedTuple):
     position: Tensor
     key_mask: Tensor | None
     indices: Tensor | None
+    block: int
+    pools: Tensor | None
     rows: Tensor
     groups: int
     relu: bool
     dtype: torch.dtype
 
-    def allowed(self, b: int, row: Tensor, j: Tensor) -> Tensor:
-        """Return which keys ``j``, the same for all rows or ``[rows, n]``, the rule and the mask keep."""
-        keep = self.rule.batch_row(b).allowed(torch.zeros_like(row[:1]), self.position[b, row, None], j)
-        return keep if self.key_mask is None else keep & self.key_mask[b, j]
+    @property
+    def of_score(self) -> int:
+        """The number of keys that a score of the index stands for."""
+        return 1 if self.pools is None else self.block
+
+    def kept(self, b: int, row: Tensor, entry: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return the keys ``[..., n * size]`` of entries, the same for all rows or ``[rows, n]``, and which count."""
+        first = entry * size if self.pools is None else self.pools[b, entry]
+        j = (first.unsqueeze(-1) + torch.arange(size, device=row.device)).flatten(-2)
+        inside = (j >= 0) & (j < self.key.shape[2])
+        j = j.clamp(0, self.key.shape[2] - 1)
+        keep = self.rule.batch_row(b).allowed(torch.zeros_like(row[:1]), self.position[b, row, None], j) & inside
+        keep = keep if self.key_mask is None else keep & self.key_mask[b, j]
+        if self.pools is not None:
+            keep = keep.unflatten(-1, (-1, size)).all(-1).repeat_interleave(size, -1)
+        return j, keep
 
     def queries(self, b: int, g: int, row: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the scaled queries ``[heads, rows, D]`` of a group and their keys, by key head."""
@@ -127,21 +158,23 @@ class _Layer(NamedTuple):
             heads = slice(max(g * own, head * shared), min((g + 1) * own, (head + 1) * shared))
             yield self.query[b, heads].index_select(1, row).to(self.dtype) * self.scale, self.key[b, head]
 
-    def listed(self, b: int, g: int, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys ``[rows, n]`` that count, -1 for none, and the attention to them."""
+    def listed(self, b: int, g: int, row: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
+        """Return the keys or pools ``[rows, n]`` that count, -1 for none, and the attention to them."""
         assert self.indices is not None
         found = self.indices[b, g, row].long().sort().values
-        first = torch.ones_like(found, dtype=torch.bool)
-        first[:, 1:] = found[:, 1:] > found[:, :-1]
-        j = found.clamp(0, self.key.shape[2] - 1)
-        keep = first & (j == found) & self.allowed(b, row, j)
-        total = torch.zeros_like(found, dtype=self.dtype)
+        valid = (found >= 0) & (found < n_entries)
+        valid[:, 1:] &= found[:, 1:] > found[:, :-1]
+        j, keep = self.kept(b, row, found.where(valid, 0), self.block)
+        keep &= valid.repeat_interleave(self.block, 1)
+        total = torch.zeros_like(j, dtype=self.dtype)
         width = max(1, _BYTES // (self.dtype.itemsize * self.query.shape[3] * len(row)))
         for q, keys in self.queries(b, g, row):
             parts = [q.transpose(0, 1) @ keys[part].to(self.dtype).mT for part in j.split(width, 1)]
             logits = torch.cat(parts, 2).masked_fill_(~keep.unsqueeze(1), -torch.inf)
             total += _Sums.of(logits).softmax(logits).sum(1)
-        return found.masked_fill_(~keep, -1), total * (self.groups / self.query.shape[1])
+        if self.pools is not None:
+            j, keep, total = found, keep[:, :: self.block], total.unflatten(1, (-1, self.block)).sum(2)
+        return j.masked_fill(~keep, -1), total * (self.groups / self.query.shape[1])
 
 
 class _Chunk(NamedTuple):
@@ -154,14 +187,15 @@ class _Chunk(NamedTuple):
     query: Tensor
     """``[rows, heads, d]`` of the index."""
     key: Tensor
-    """``[Nk, d]`` of the index."""
+    """``[Nk or n_pools, d]`` of the index."""
     weights: Tensor
     listed: tuple[Tensor, Tensor] | None
 
     def tile(self, left: int, right: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return which pairs count, the keys of the index, their scores, and the logits of the index and layer."""
+        """Return which scores count, the keys of the index, the scores, and the logits of the index and layer."""
         layer, b, g, row, dtype = self.layer, self.b, self.g, self.row, self.layer.dtype
-        keep = layer.allowed(b, row, torch.arange(left, right, device=row.device))
+        j, of_keys = layer.kept(b, row, torch.arange(left, right, device=row.device), layer.of_score)
+        keep = of_keys[..., :: layer.of_score]
         if self.listed is not None:
             keep = keep & _spread(self.listed[0] >= 0, self.listed[0], left, right - left)
         # What no query keeps may hold NaN, which a gradient of 0 would keep.
@@ -170,8 +204,9 @@ class _Chunk(NamedTuple):
             scores = scored(self.query, key, self.weights, layer.relu)
         logits = [scores.detach().masked_fill(~keep, -torch.inf)]
         if self.listed is None:
-            products = (q @ keys[left:right].to(dtype).mT for q, keys in layer.queries(b, g, row))
-            logits += [x.masked_fill_(~keep, -torch.inf) for x in products]
+            of_part = slice(left, right) if layer.pools is None else j
+            products = (q @ keys[of_part].to(dtype).mT for q, keys in layer.queries(b, g, row))
+            logits += [x.masked_fill_(~of_keys, -torch.inf) for x in products]
         return keep, key, scores, logits
 
 
@@ -208,24 +243,32 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, layer: _Layer, learns: bool, index_query: Tensor, index_key: Tensor, weights: Tensor
     ) -> Tensor:
-        (batch, n_heads, _, _), n_keys, groups, dtype = index_query.shape, index_key.shape[2], layer.groups, layer.dtype
+        (batch, n_heads, _, _), n_scores, groups, dtype = (
+            index_query.shape,
+            index_key.shape[2],
+            layer.groups,
+            layer.dtype,
+        )
         heads, own = n_heads // groups, layer.query.shape[1] // groups
         # A row holds its products by head, or the keys of its list.
-        of_row, of_list = max(heads, own) * dtype.itemsize, 1
+        of_row, of_list = max(heads, own * layer.of_score) * dtype.itemsize, 1
         if layer.indices is not None:
-            of_list = layer.indices.shape[3] * layer.query.shape[3] * dtype.itemsize
-        size = max(1, min(256, max(16, _BYTES // max(1, of_row * n_keys)), _BYTES // max(1, of_list)))
-        tile = max(1, _BYTES // (of_row * size))
+            of_list = layer.indices.shape[3] * layer.block * layer.query.shape[3] * dtype.itemsize
+        size = max(1, min(256, max(16, _BYTES // max(1, of_row * n_scores)), _BYTES // max(1, of_list)))
+        # A tile copies the keys of the layer, if they are in pools or in low precision.
+        of_copy = layer.of_score * layer.query.shape[3] * dtype.itemsize
+        tile = max(1, _BYTES // max(of_row * size, of_copy // 4))
         loss, mean = index_query.new_zeros((), dtype=dtype), max(1, batch * groups * len(layer.rows))
         of_query, of_key = torch.zeros_like(index_query), torch.zeros_like(index_key, dtype=dtype)
         of_weights = torch.zeros_like(weights)
-        for b, g, row in product(range(batch), range(groups), layer.rows.split(size)):
+        parts = layer.rows.split(size) if len(layer.rows) else ()
+        for b, g, row in product(range(batch), range(groups), parts):
             of_group, of_index = slice(g * heads, (g + 1) * heads), g % index_key.shape[1]
             q = index_query[b, of_group].index_select(1, row).transpose(0, 1).to(dtype).requires_grad_(learns)
             w = weights[b, of_group].index_select(1, row).T.to(dtype).requires_grad_(learns)
-            listed = None if layer.indices is None else layer.listed(b, g, row)
+            listed = None if layer.indices is None else layer.listed(b, g, row, n_scores)
             chunk = _Chunk(layer, b, g, row, q, index_key[b, of_index], w, listed)
-            tiles = [(left, min(left + tile, n_keys)) for left in range(0, n_keys, tile)]
+            tiles = [(left, min(left + tile, n_scores)) for left in range(0, n_scores, tile)]
             known = chunk.tile(*tiles[0]) if len(tiles) == 1 else None
             sums: list[_Sums] = []
             for bounds in tiles:
@@ -236,6 +279,7 @@ class _Loss(torch.autograd.Function):
                 found, *weights_of = (each.softmax(x) for x, each in zip(logits, sums, strict=True))
                 if listed is None:
                     p = torch.stack([x.sum(0) for x in weights_of]).sum(0) / own
+                    p = p.unflatten(1, (-1, layer.of_score)).sum(2)
                 else:
                     p = _spread(listed[1], listed[0], left, right - left)
                 logs = logits[0] - (sums[0].top + sums[0].total.log()).unsqueeze(1)

@@ -12,7 +12,7 @@ from ringtile.adaptive import Choice
 from ringtile.adaptive.steps import Pages, attend_step, check_steps
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
-from ringtile.integrations.transformers.indexers import is_learned
+from ringtile.integrations.transformers.indexers import learned
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
 from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, from_mask, parse
 from ringtile.patterns.facts import moves_along, sees_no_future
@@ -236,10 +236,11 @@ def attend(
         kept = intersected(kept, of_layer, query, n_keys)
     if packed_rows is not None:
         kept = _in_documents(kept, packed_rows)
-    if indices is not None and not is_learned(module, query, key, kept, indices, scaling):
-        kept = kept._replace(pattern=kept.pattern & Chosen(indices.unsqueeze(1)))
-    elif blocks is not None:
-        kept = kept._replace(pattern=kept.pattern & Chosen(blocks, module.indexer.block_size))  # type: ignore[union-attr, arg-type]
+    chosen = None if indices is None else Chosen(indices.unsqueeze(1))
+    if blocks is not None:
+        chosen = Chosen(blocks, module.indexer.block_size)  # type: ignore[union-attr, arg-type]
+    if (chosen := learned(module, query, key, kept, chosen, scaling)) is not None:
+        kept = kept._replace(pattern=kept.pattern & chosen)
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.shape[2] == 1 and kept.pattern == Dense():
         # Its place matters to ALiBi alone: no key is after it.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from ringtile.adaptive import index_loss, index_topk
@@ -92,6 +93,8 @@ class _Streamed(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.kept: KeptPairs | None = None
+        self.seen: _Visible | None = None
+        self.found: Tensor | None = None
         self.scores: Tensor | None = None
         self.relu = False
         self.factor: Any = 1
@@ -105,6 +108,8 @@ class _Streamed(TorchFunctionMode):
             return args[0]
         if name == "le" and args[0].shape[:2] == (1, 1) and args[1].shape[::2] == (1, 1):
             return _visible(args[1].flatten())
+        if name == "and" and isinstance(args[0], _Visible):
+            self.seen = args[0]
         if name == "gather" and isinstance(args[0], PatternMask):
             # Of what was chosen, -1 is none.
             return args[2] >= 0
@@ -137,6 +142,9 @@ class _Streamed(TorchFunctionMode):
             case "masked_fill" if isinstance(args[1], PatternMask):
                 self.kept = args[1].kept
                 return self.scores
+            case "topk" if not args[1]:
+                self.scores = None
+                return SimpleNamespace(indices=self.query.new_empty(*self.query.shape[:2], 0, dtype=torch.int64))
             case "topk" if self.kept is not None:
                 rule: dict[str, Any] = {
                     "pattern": self.kept.pattern,
@@ -145,10 +153,8 @@ class _Streamed(TorchFunctionMode):
                 }
                 query, key = self.query.transpose(1, 2), self.key.mT
                 self.scores = None
-                if not args[1]:
-                    return SimpleNamespace(indices=query.new_empty(*query.shape[::2], 0, dtype=torch.int64))
-                found = index_topk(query, key, args[1], weights=self.weights, relu=self.relu, **rule)
-                return SimpleNamespace(indices=found[:, 0].long())
+                self.found = index_topk(query, key, args[1], weights=self.weights, relu=self.relu, **rule)
+                return SimpleNamespace(indices=self.found[:, 0].long())
         raise ValueError(
             f"indexer: expected the scores of DeepSeek-V3.2's, got {name}; use attn_implementation='eager'"
         )
@@ -161,20 +167,26 @@ class _Streamed(TorchFunctionMode):
 @torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]
 def _choose_tokens(indexer: nn.Module, *given: Any, **named: Any) -> Any:
     """Run an indexer of DeepSeek's kind."""
-    learning: _Learning | None = indexer.__dict__.get(_LEARNS)
     if not any(isinstance(x, PatternMask) for x in (*given, *named.values())):
         return type(indexer).forward(indexer, *given, **named)
+    return _streamed(indexer, *given, **named)[0]
+
+
+def _streamed(indexer: nn.Module, *given: Any, **named: Any) -> tuple[Any, _Streamed]:
+    """Run an indexer as it is written, in chunks, and keep what its loss needs if it learns."""
+    learning, own = _learning(indexer), type(indexer).forward
     if learning is None:
-        with _Streamed():
-            return type(indexer).forward(indexer, *given, **named)
-    # transformers' forward records no gradient. The layer's own tensors are to get none.
-    given = tuple(x.detach() if isinstance(x, Tensor) and not isinstance(x, PatternMask) else x for x in given)
+        with _Streamed() as scored:
+            return own(indexer, *given, **named), scored
+    # transformers' forward records no gradient, in most families. The layer's own tensors are to get none.
+    given = tuple(map(_detached, given))
+    named = {name: _detached(x) for name, x in named.items()}
     with torch.enable_grad(), _Streamed() as scored:
-        found = type(indexer).forward.__wrapped__(indexer, *given, **named)  # type: ignore[attr-defined]
+        result = getattr(own, "__wrapped__", own)(indexer, *given, **named)
     query, weights = scored.query.transpose(1, 2), scored.weights * scored.factor
     known = {"index_query": query, "index_key": scored.key.mT, "weights": weights, "relu": scored.relu}
-    learning.scored[indexer] = known
-    return found
+    learning.keep(**known, indices=scored.found)
+    return result, scored
 
 
 _LEARNS = "_ringtile_learning"
@@ -187,17 +199,33 @@ class _Learning:
     warm_up: bool
     rows: int | None
     losses: list[Tensor] = field(default_factory=list)
-    scored: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    """The vectors and weights of each indexer that chose, until its layer attends."""
+    scored: dict[str, Any] | None = None
+    """What the indexer that chose last tells `index_loss`, until its layer attends."""
+    chosen: Chosen | None = None
+    """What it chose, if its layer is not told."""
+    visible: KeptPairs | None = None
+
+    def keep(self, **known: Any) -> None:
+        self.scored = (self.scored or {}) | known | ({"indices": None} if self.warm_up else {})
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) and not isinstance(x, PatternMask) else x
+
+
+def _learning(module: nn.Module) -> _Learning | None:
+    return getattr(module, _LEARNS, None)
 
 
 @contextmanager
 def index_losses(model: nn.Module, *, warm_up: bool = False, rows: int | None = None) -> Iterator[list[Tensor]]:
     """Collect the losses of a model's indexers: a list that each layer's `index_loss` joins in the calls inside.
 
-    For models of `use_ringtile` whose indexers are those of DeepSeek-V3.2 (arXiv:2512.02556). The losses give a
-    gradient to the weights of the indexers alone, which transformers does not. Add them to your loss, or train by them
-    alone. Sinks take no part. Leave out gradient checkpointing, which computes a layer again outside of the context.
+    For models of `use_ringtile` that were trained sparse: DeepSeek-V3.2 (arXiv:2512.02556), its kind and V4, MiniMax-M3
+    (arXiv:2606.13392), GLM-5.3-Flash and Qwen4-Exp. The losses give a gradient to the weights of the indexers alone,
+    which transformers does not. Add them to your loss, or train by them alone. An indexer learns from the attention to
+    what it scores: keys, pools of keys, or compressed keys. Other keys and sinks take no part. Leave out gradient
+    checkpointing, which computes a layer again outside of the context.
 
     Args:
         model: The model. Layers that use the choice of an earlier layer have no loss.
@@ -205,7 +233,7 @@ def index_losses(model: nn.Module, *, warm_up: bool = False, rows: int | None = 
         rows: Number of drawn queries that a call counts. Default: all of them.
 
     Raises:
-        ValueError: If the model has no such indexers, or if ``rows`` is not positive.
+        ValueError: If the model has no indexers in `use_ringtile`, or if ``rows`` is not positive.
 
     Example:
         >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
@@ -218,11 +246,12 @@ def index_losses(model: nn.Module, *, warm_up: bool = False, rows: int | None = 
         >>> sum(losses).backward()
     """
     check_positive(**({} if rows is None else {"rows": rows}))
-    found = [module for module in model.modules() if _KINDS.get(type(module).__name__) is _choose_tokens]
+    names = {name for name in _KINDS if name.endswith("Indexer")}
+    found = [module for module in model.modules() if type(module).__name__ in names]
     if not found or any("forward" not in module.__dict__ for module in found):
         raise ValueError(
-            f"model: expected indexers of DeepSeek-V3.2's kind and use_ringtile, got {type(model).__name__} with "
-            f"{len(found)} of them"
+            f"model: expected indexers that choose keys and use_ringtile, got {type(model).__name__} with {len(found)} "
+            "indexers"
         )
     learning = _Learning(warm_up, rows)
     for module in model.modules():
@@ -234,18 +263,23 @@ def index_losses(model: nn.Module, *, warm_up: bool = False, rows: int | None = 
             module.__dict__.pop(_LEARNS, None)
 
 
-def is_learned(attention: nn.Module, query: Tensor, key: Tensor, kept: KeptPairs, indices: Tensor, scale: Any) -> bool:
-    """Keep the loss of the indexer of an attention module, if it learns. Return True if attention is to be dense."""
-    learning: _Learning | None = attention.__dict__.get(_LEARNS)
+def learned(
+    attention: nn.Module, query: Tensor, key: Tensor, kept: KeptPairs, chosen: Chosen | None, scale: Any
+) -> Chosen | None:
+    """Keep the loss of the indexer of an attention module, if it learns. Return the lists to attend to, or None."""
+    learning = _learning(attention)
     if learning is None:
-        return False
-    scored: dict[str, Any] | None = learning.scored.pop(getattr(attention, "indexer", None), None)  # type: ignore[arg-type]
-    if scored is not None:
+        return chosen
+    chosen, known = chosen or learning.chosen, learning.scored
+    learning.scored = learning.chosen = None
+    if known is not None:
+        rule, n_scores = known.pop("visible", kept), known["index_key"].shape[2]
+        # Compressed keys are behind the tokens of their layer.
+        own = key if "pools" in known else key[:, :, key.shape[2] - n_scores :]
         drawn = None if learning.rows is None else torch.randperm(query.shape[2], device=query.device)[: learning.rows]
-        rule = {"pattern": kept.pattern, "start": kept.start, "key_mask": kept.key_mask, "scale": scale, "rows": drawn}
-        lists = None if learning.warm_up else indices.unsqueeze(1)
-        learning.losses.append(index_loss(**scored, query=query, key=key, indices=lists, **rule))
-    return learning.warm_up
+        how = {"pattern": rule.pattern, "start": rule.start, "key_mask": rule.key_mask, "scale": scale, "rows": drawn}
+        learning.losses.append(index_loss(**known, query=query, key=own, **how))
+    return None if learning.warm_up else chosen
 
 
 @torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]
@@ -255,6 +289,8 @@ def _choose_blocks(
     """Choose the blocks of MiniMax-M3's indexer."""
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
 
+    learning = _learning(indexer)
+    hidden_states = hidden_states if learning is None else hidden_states.detach()
     heads = [
         project(hidden_states).unflatten(2, (-1, indexer.head_dim)) for project in (indexer.q_proj, indexer.k_proj)
     ]
@@ -266,17 +302,30 @@ def _choose_blocks(
     n = min(indexer.topk_blocks, -(-key.shape[2] // indexer.block_size))
     how = {"groups": query.shape[1], "block": indexer.block_size, "local": indexer.local_blocks}
     # Positions count real tokens and keys count all, in transformers too.
-    return index_topk(query, key, n, pattern=Causal(), start=position_ids, **how)
+    found = index_topk(query, key, n, pattern=Causal(), start=position_ids, **how)
+    if learning is not None:
+        # It learns by key, with the factor of attention (arXiv:2606.13392).
+        weights = query.new_full(query.shape[:3], indexer.head_dim**-0.5)
+        known = {"groups": how["groups"], "block": how["block"], "indices": found}
+        learning.keep(index_query=query, index_key=key, weights=weights, **known)
+    return found
 
 
 @torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]
 def _choose_pools(indexer: Any, hidden_states: Tensor, **named: Any) -> Any:
     """Run the indexer of GLM-5.3-Flash. One query has few scores."""
-    own = partial(type(indexer).forward, indexer, hidden_states, **named)
-    if hidden_states.shape[1] == 1 or not is_streamed(indexer.config):
-        return own()
-    with _Streamed():
-        return own()
+    learning = _learning(indexer)
+    if (hidden_states.shape[1] == 1 and learning is None) or not is_streamed(indexer.config):
+        return type(indexer).forward(indexer, hidden_states, **named)
+    found, scored = _streamed(indexer, hidden_states, **named)
+    if learning is not None:
+        assert scored.kept is not None
+        assert scored.seen is not None
+        first, block = int(scored.seen.at[0]), indexer.index_kpool
+        learning.visible = KeptPairs(Causal(), first, scored.seen.valid, first)
+        complete: Any = scored.kept.key_mask
+        learning.keep(pools=torch.where(complete, scored.seen.pool_ends - (block - 1), -1), block=block)
+    return found
 
 
 class _Unbiased(TorchFunctionMode):
@@ -328,11 +377,17 @@ def _compress(compressor: Any, hidden_states: Tensor, residual: Tensor, position
 
 def _choose_entries(indexer: Any, *given: Any) -> Any:
     """Run the indexer of DeepSeek-V4."""
-    own = partial(type(indexer).forward, indexer, *given)
     if not is_streamed(indexer.rotary_emb.config):
-        return own()
-    with _Streamed():
-        return own()
+        return type(indexer).forward(indexer, *given)
+    found, scored = _streamed(indexer, *given)
+    learning = _learning(indexer)
+    if learning is None or scored.kept is None:
+        return found
+    learning.keep(visible=scored.kept)
+    if not learning.warm_up:
+        return found
+    ended, number = scored.kept.pattern.ends, torch.arange(scored.key.shape[3], device=found.device)  # type: ignore[attr-defined]
+    return torch.where(number < ended.unsqueeze(2), number, -1)
 
 
 def _choose_groups(
@@ -345,6 +400,8 @@ def _choose_groups(
         return found
     from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_emb
 
+    learning = _learning(indexer)
+    hidden_states = hidden_states if learning is None else hidden_states.detach()
     batch, n_queries, _ = hidden_states.shape
     ratio, (cos, sin) = indexer.compress_ratio, position_embeddings
     heads = indexer.index_qk_proj(hidden_states).unflatten(2, (-1, indexer.index_head_dim))
@@ -379,8 +436,37 @@ def _choose_groups(
             chosen[b, rows, : tokens.shape[1] * ratio] = tokens.flatten(1)
     tail = tail.masked_fill(tail >= high.unsqueeze(2), -1)
     indices = torch.cat([chosen, tail], 2).unsqueeze(1).int()
+    if learning is not None:
+        learning.chosen = Chosen(indices)
+        learning.keep(**_of_groups(indexer, query, keys, position_embeddings, low, n_groups, chosen[..., ::ratio]))
+        return attention_mask
     kept = attention_mask.kept._replace(pattern=Chosen(indices))
     return carrier(kept, batch, n_queries, attention_mask.shape[3], keys.device)
+
+
+def _of_groups(
+    indexer: Any, query: Tensor, keys: Tensor, angles: Any, low: Tensor, n_groups: Tensor, chosen: Tensor
+) -> dict[str, Any]:
+    """Return what `index_loss` needs of groups: their means in one row per batch element, and the chosen by number."""
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_emb
+
+    ratio, n_keys, device = indexer.compress_ratio, keys.shape[1], keys.device
+    runs = [
+        torch.cat([torch.arange(x, x + int(n[at == x].max()) * ratio, ratio) for x in at.unique().tolist()])
+        for at, n in zip(low, n_groups, strict=True)
+    ]
+    # Groups that fill up a row are after all keys.
+    pools = pad_sequence(runs, batch_first=True, padding_value=n_keys).to(device)
+    row, first = torch.arange(len(keys), device=device).unsqueeze(1), pools.clamp(max=n_keys - 1)
+    tokens = (first.unsqueeze(2) + torch.arange(ratio, device=device)).clamp(max=n_keys - 1)
+    means = keys[row.unsqueeze(2), tokens].to(torch.promote_types(keys.dtype, torch.float32)).mean(2).to(keys.dtype)
+    turned = {"cos": angles[0][row, first], "sin": angles[1][row, first], "unsqueeze_dim": 2}
+    pooled = apply_rotary_pos_emb(indexer.k_layernorm(means).unsqueeze(2), **turned)
+    query = query.transpose(1, 2)
+    numbers = torch.searchsorted(pools, chosen.flatten(1).contiguous()).view(chosen.shape).masked_fill(chosen < 0, -1)
+    weights = query.new_full(query.shape[:3], query.shape[3] ** -0.5)
+    known = {"index_query": query, "index_key": pooled.transpose(1, 2), "weights": weights, "relu": True}
+    return known | {"block": ratio, "pools": pools, "indices": numbers.unsqueeze(1)}
 
 
 def _seen(kept: KeptPairs, batch: int, n_queries: int, n_keys: int) -> tuple[Tensor, Tensor]:
@@ -410,8 +496,10 @@ def _mask_of_pools(attention: Any, topk_indices: Tensor, query_states: Tensor, k
         mask: Tensor = type(attention).build_attention_mask_from_topk(attention, topk_indices, query_states, kv_length)
         return mask
     batch, _, n_queries, _ = query_states.shape
-    start = kv_length - n_queries
-    kept = KeptPairs(Chosen(topk_indices.unsqueeze(1)), start, None, start)
+    start, chosen, learning = kv_length - n_queries, Chosen(topk_indices.unsqueeze(1)), _learning(attention)
+    kept = KeptPairs(chosen, start, None, start)
+    if learning is not None and learning.visible is not None:
+        learning.chosen, kept = chosen, learning.visible
     return carrier(kept, batch, n_queries, kv_length, query_states.device)
 
 

@@ -152,6 +152,8 @@ def _joined_masks(name: str, args: Sequence[Any]) -> Tensor | None:
     if len(masks) != 2 or not isinstance(masks[0], PatternMask):
         return None
     mask, more = masks
+    if name == "__and__" and more is mask:
+        return masks[0]
     listed = more.kept.pattern if isinstance(more, PatternMask) else None
     kept, (batch, _, n_queries, n_keys), device = mask.kept, mask.shape, mask.device
     if name == "__and__" and isinstance(listed, Chosen):

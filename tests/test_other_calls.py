@@ -226,7 +226,8 @@ def _natten(
     scores = scores_of(q, k)
     if rpb is not None:
         at = torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij")).flatten(1)
-        apart = (at[:, None] - at[:, :, None]).clamp(1 - kernel_size, kernel_size - 1) + kernel_size - 1
+        farthest = (torch.tensor(rpb.shape[1:]) // 2).view(-1, 1, 1)
+        apart = (at[:, None] - at[:, :, None]).clamp(-farthest, farthest) + farthest
         scores = scores + torch.stack([numbers[tuple(apart)] for numbers in rpb])
     given = (
         each if isinstance(each, tuple) else (each,) * len(grid) for each in (kernel_size, dilation, stride, is_causal)
@@ -265,9 +266,16 @@ def na2d(
 
 
 def na3d(
-    q: Tensor, k: Tensor, v: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1, is_causal: Any = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: Any,
+    stride: Any = 1,
+    dilation: Any = 1,
+    is_causal: Any = False,
+    rpb: Tensor | None = None,
 ) -> Tensor:
-    return _natten(q, k, v, (4, 5, q.shape[1] // 20), kernel_size, stride, dilation, is_causal)
+    return _natten(q, k, v, (4, 5, q.shape[1] // 20), kernel_size, stride, dilation, is_causal, rpb)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, cell: str, names: dict[str, Any], is_mask: bool, call: bool) -> Tensor:
@@ -324,6 +332,7 @@ def variables(n_queries: int, n_keys: int) -> dict[str, Any]:
         "n": max(n_queries, n_keys),
         "table": torch.randn(HEADS, 2 * max(n_queries, n_keys) - 1, dtype=torch.float64),
         "offsets": torch.randn(HEADS, 13, 13, dtype=torch.float64),
+        "steps": torch.randn(HEADS, 5, 5, 9, dtype=torch.float64),
         "sink": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
         "window": 20,
         "left": 20,
@@ -429,6 +438,7 @@ TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
         "na2d(q, k, v, kernel_size=7, rpb=offsets)": (SAME,),
         "na3d(q, k, v, kernel_size=3)": (SAME,),
         "na3d(q, k, v, kernel_size=(3, 3, 5), is_causal=(True, False, False))": (SAME,),
+        "na3d(q, k, v, kernel_size=(3, 3, 5), rpb=steps)": (SAME,),
     },
 }
 """Each row that the page must have, with the lengths that it is run at."""
@@ -473,11 +483,13 @@ def test_a_row_is_the_same_attention(heading: str, row: str, sizes: tuple[int, i
         names["lengths"] = document_lengths(n_keys)
     q = torch.randn(batch, HEADS, n_queries, DIM, dtype=torch.float64, requires_grad=True)
     k, v = torch.randn(2, batch, key_heads, n_keys, DIM, dtype=torch.float64).requires_grad_().unbind()
+    learned = [names[name].requires_grad_() for name in re.findall(r"rpb=(\w+)", row)]
     ours = eval(f"sparse_attention(q, k, v, {ROWS[heading, row]})", {**names, "q": q, "k": k, "v": v})
     theirs = their_result(heading, row, names, [q, k, v])
     assert relative_error(ours, theirs) < EXACT
     cotangent = torch.randn_like(ours)
-    for mine, other in zip(*(torch.autograd.grad(out, (q, k, v), cotangent) for out in (ours, theirs)), strict=True):
+    grads = [torch.autograd.grad(out, (q, k, v, *learned), cotangent) for out in (ours, theirs)]
+    for mine, other in zip(*grads, strict=True):
         assert relative_error(mine, other) < EXACT
 
 

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import pickle
+import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_hf_sparse import Doubled, Largest
-from test_transformers import assert_equal_models, graph_counter, padding, randomized, registered
-from tiny import BIASED, hf
+from test_transformers import ROOT, assert_equal_models, graph_counter, padding, randomized, registered
+from tiny import BIASED, WINDOWED, hf
 from torch import Tensor
 
-from ringtile.integrations.transformers import use_ringtile
+from ringtile.integrations.transformers import biases, registry, use_ringtile
+from ringtile.integrations.transformers.attention import attend
 from ringtile.patterns import Window
 
-# Of torch's own tracing of a Function.
-pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+pytestmark = [
+    # Of torch's own tracing of a Function, and of the eager attention of WavLM.
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning"),
+]
 TOKENS = 61
-T5_FAMILY = ["T5", "mT5", "UMT5", "LongT5", "Switch"]
-SPEECH = ["w2v-BERT", "w2v-BERT, relative", "SeamlessM4T", "Parakeet", "Granite Speech 5", "Granite Speech"]
+T5_FAMILY = ["T5", "mT5", "UMT5", "LongT5", "Switch", "Pop2Piano"]
+SPEECH = ["w2v-BERT", "w2v-BERT, relative", "SeamlessM4T", "SeamlessM4T v2", "Parakeet"]
+SPEECH += ["Granite Speech 5", "Granite Speech", "Granite Speech Plus"]
+WAVES = ["wav2vec2-conformer", "WavLM"]
 DECODERS = ["BLOOM", "MPT"]
 
 
@@ -33,11 +44,13 @@ def _registered() -> Iterator[None]:
 
 
 def built(name: str, dtype: torch.dtype = torch.float64, **change: Any) -> Any:
-    made, config = BIASED[name]()
+    made, config = (BIASED | WINDOWED)[name]()
     for field, value in change.items():
         setattr(config, field, value)
     torch.manual_seed(0)
-    return randomized(made._from_config(config, attn_implementation="eager", dtype=dtype))
+    # In eager attention, SeamlessM4T v2 adds its bool mask to the scores: 1 for each pair that it keeps.
+    how = "sdpa" if name == "SeamlessM4T v2" else "eager"
+    return randomized(made._from_config(config, attn_implementation=how, dtype=dtype))
 
 
 @cache
@@ -54,7 +67,12 @@ def inputs_of(name: str, kind: str, dtype: torch.dtype = torch.float64) -> tuple
     masks: dict[str, Any] = {} if kind == "no" else {"attention_mask": mask.long()}
     if name in T5_FAMILY:
         return {"input_ids": ids, "decoder_input_ids": ids[:, :23], **masks}, mask.new_ones(3, 23)
-    if name == "wav2vec2-conformer":
+    if name in WINDOWED:
+        height, width = {"CLAP": (64, 16), "Swin2SR": (12, 12)}.get(name, (22, 22))
+        field = "input_features" if name == "CLAP" else "pixel_values"
+        channels = 1 if name == "CLAP" else 3
+        return {field: torch.randn(2, channels, height, width, dtype=dtype, generator=generator)}, mask.new_ones(2)
+    if name in WAVES:
         samples = torch.randn(3, 250, dtype=dtype, generator=generator)
         # It drops padding on the left by the number of samples, and mixes padding by its convolutions.
         return {"input_values": samples, **({"attention_mask": padding(kind, 3, 250).long()} if masks else {})}, (
@@ -62,13 +80,15 @@ def inputs_of(name: str, kind: str, dtype: torch.dtype = torch.float64) -> tuple
         )
     if name in SPEECH:
         frames = torch.randn(3, 4 * TOKENS, 16, dtype=dtype, generator=generator)
-        if name == "Granite Speech":
+        if name in ("Granite Speech", "Granite Speech Plus"):
             return {"hidden_states": frames}, mask.new_ones(3, 4 * TOKENS)
-        # Parakeet counts the samples that are real, and takes as many from the left.
-        real = padding("right" if name == "Parakeet" and masks else kind, 3, 4 * TOKENS)
+        # They count the samples that are real, and take as many from the left.
+        of_left = name in ("Parakeet", "SeamlessM4T v2") and masks
+        real = padding("right" if of_left else kind, 3, 4 * TOKENS)
         found = {"input_features": frames, **({"attention_mask": real.long()} if masks else {})}
         halves = real[:, ::2] & real[:, 1::2]
         kept = {"Granite Speech 5": halves, "SeamlessM4T": halves.new_ones(3, 2 * TOKENS + 1), "Parakeet": real[:, ::4]}
+        kept["SeamlessM4T v2"] = F.pad(real[:, ::2], (0, 1))
         return found, kept.get(name, real)
     return {"input_ids": ids, **masks}, mask
 
@@ -91,7 +111,23 @@ def found_by(model: Any, real: Tensor, inputs: dict[str, Any]) -> list[Tensor]:
     return [output.double() / output.abs().max(), *(grad / largest for grad in grads)]
 
 
-@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_of_pictures_are_those_of_eager(name: str) -> None:
+    inputs, real = inputs_of(name, "no")
+    with Doubled():
+        first, second = (found_by(model, real, inputs) for model in both(name))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-10)
+    of_table = [weight for key, weight in both(name)[1].named_parameters() if "position_bias" in key]
+    assert of_table
+    assert all(weight.grad.abs().max() > 0 for weight in of_table if weight.grad is not None)
+    if name == "Swin":
+        compiled = torch.compile(copy.deepcopy(both(name)[1]), backend="eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(**inputs)[0], both(name)[0](**inputs)[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*BIASED, *WINDOWED])
 def test_float32_is_as_close_as_eager(name: str) -> None:
     inputs, real = inputs_of(name, "right")
     with Doubled():
@@ -105,7 +141,7 @@ def test_float32_is_as_close_as_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}])
-@pytest.mark.parametrize("name", [*T5_FAMILY, *DECODERS])
+@pytest.mark.parametrize("name", [*T5_FAMILY[:-1], *DECODERS])
 def test_generation_is_that_of_eager(name: str, how: dict[str, Any]) -> None:
     inputs, _ = inputs_of(name, "left")
     prompt = {field: inputs[field] for field in ("input_ids", "attention_mask")}
@@ -117,7 +153,7 @@ def test_generation_is_that_of_eager(name: str, how: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.stack(second.scores), scores, rtol=0, atol=1e-5 * float(scores.abs().max()))
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [*DECODERS, "Pix2Struct"])
 def test_a_prompt_in_chunks_is_the_whole(name: str) -> None:
     inputs, real = inputs_of(name, "left", torch.float32)
     model = copy.deepcopy(both(name)[1]).float()
@@ -145,7 +181,7 @@ def test_a_table_counts_from_the_first_token_of_a_static_cache() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [*T5_FAMILY, *DECODERS])
+@pytest.mark.parametrize("name", [*T5_FAMILY, *DECODERS, "Pix2Struct"])
 def test_the_future_changes_nothing(name: str) -> None:
     inputs, _ = inputs_of(name, "no")
     field = "decoder_input_ids" if name in T5_FAMILY else "input_ids"
@@ -159,10 +195,13 @@ def test_the_future_changes_nothing(name: str) -> None:
 
 LONG = {key: {"max_source_positions": 700} for key in ("SeamlessM4T", "wav2vec2-conformer", "w2v-BERT, relative")}
 LONG["MPT"] = {"max_seq_len": 600}
+LONG["MPNet"] = {"max_position_embeddings": 610}
 LONG |= {name: {"max_position_embeddings": 600} for name in BIASED if name.startswith("DeBERTa")}
 
 
-@pytest.mark.parametrize("name", [name for name in BIASED if not name.startswith("Granite")])
+@pytest.mark.parametrize(
+    "name", [name for name in BIASED if not name.startswith("Granite") and name != "SeamlessM4T v2"]
+)
 def test_no_tensor_has_all_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Products with vectors of distances are computed in pieces of so many bytes.
     monkeypatch.setattr("ringtile.kernels.bias._BYTES", 1 << 20)
@@ -171,7 +210,7 @@ def test_no_tensor_has_all_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(500, n), 0)}
     if name in T5_FAMILY:
         inputs["decoder_input_ids"] = ids
-    elif name == "wav2vec2-conformer":
+    elif name in WAVES:
         inputs = {"input_values": torch.randn(1, 4 * n + 6)}
     elif name in SPEECH:
         frames = torch.randn(1, n * (4 if name == "Parakeet" else 1), 16)
@@ -245,7 +284,7 @@ def test_checkpoints_give_the_table_its_gradient(use_reentrant: bool) -> None:
         torch.testing.assert_close(grads[1][key], grad, rtol=0, atol=1e-10 * grad.abs().max())
 
 
-@pytest.mark.parametrize("name", ["T5", "UMT5", "w2v-BERT", "Parakeet", "DeBERTa-v2", "BLOOM"])
+@pytest.mark.parametrize("name", ["T5", "UMT5", "w2v-BERT", "Parakeet", "DeBERTa-v2", "BLOOM", "MPNet", "Swin"])
 def test_copies_and_switches(name: str) -> None:
     inputs, _ = inputs_of(name, "right")
     first, second = both(name)
@@ -254,7 +293,7 @@ def test_copies_and_switches(name: str) -> None:
         expected = second(**inputs)[0]
         for other in copies:
             assert torch.equal(other(**inputs)[0], expected)
-        if name not in ("DeBERTa-v2", "BLOOM"):
+        if name not in ("DeBERTa-v2", "BLOOM", "MPNet"):
             # transformers changes no name of a model whose attention is written by hand.
             back = copy.deepcopy(second)
             back.set_attn_implementation("eager")
@@ -264,7 +303,9 @@ def test_copies_and_switches(name: str) -> None:
             assert torch.equal(second.state_dict()[key], weight)
 
 
-@pytest.mark.parametrize("name", ["UMT5", "w2v-BERT", "Parakeet", "Granite Speech 5", "DeBERTa-v2", "BLOOM", "MPT"])
+@pytest.mark.parametrize(
+    "name", ["UMT5", "w2v-BERT", "Parakeet", "Granite Speech 5", "DeBERTa-v2", "BLOOM", "MPT", "MPNet"]
+)
 def test_a_model_is_one_graph(name: str) -> None:
     inputs, real = inputs_of(name, "right")
     model, counter = both(name)[1], graph_counter()
@@ -274,7 +315,9 @@ def test_a_model_is_one_graph(name: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", [name for name in BIASED if name != "Granite Speech"])
+@pytest.mark.parametrize(
+    "name", [name for name in [*BIASED, *WINDOWED] if name not in ("Granite Speech", "Granite Speech Plus")]
+)
 def test_weights_and_other_functions_are_refused(name: str) -> None:
     inputs, _ = inputs_of(name, "no")
     model = both(name)[1]
@@ -305,12 +348,90 @@ def test_what_a_bias_cannot_honor_is_refused() -> None:
     parakeet.config.encoder_config.dropout_positions = 0.1
     with pytest.raises(ValueError, match=r"dropout_positions: expected 0 in training, got 0\.1"):
         use_ringtile(parakeet).train()(torch.randn(1, 80, 16).double())
-    config = hf.SwinConfig(image_size=32, patch_size=2, window_size=4, depths=[1], num_heads=[2])
-    swin = use_ringtile(randomized(hf.SwinModel(config)))
-    with pytest.raises(ValueError, match="a bias on the scores is not supported"):
-        swin(torch.randn(1, 3, 32, 32))
     by_name = hf.T5EncoderModel._from_config(BIASED["T5"]()[1], attn_implementation="ringtile")
     with pytest.raises(ValueError, match=r"position_bias: ringtile does not support a bias .* unless use_ringtile"):
         by_name(ids)
     with pytest.raises(ValueError, match=r"BloomModel ignores it, .* and call use_ringtile\(model\)"):
         hf.BloomForCausalLM._from_config(BIASED["BLOOM"]()[1], attn_implementation="ringtile")
+
+
+POSITIONS = re.compile("position_bias|relative_attention_bias|rel_pos|pos_bias|relative_position")
+"""What files of transformers call a bias of scores."""
+
+
+def page() -> dict[str, set[str]]:
+    """The table of the files of transformers: what `use_ringtile` does with them, by its first word."""
+    text = (ROOT / "docs/biases.md").read_text(encoding="utf-8").partition("## Models of transformers")[2]
+    rows = re.findall(r"^\| (`.*`) \| (\w+)", text, re.M)
+    found: dict[str, set[str]] = {}
+    for files, what in rows:
+        found.setdefault(what, set()).update(re.findall(r"`(\w+)`", files))
+    return found
+
+
+def test_the_page_has_every_model_with_a_bias() -> None:
+    # Other versions have other models.
+    tested = re.search(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    assert tested is not None
+    if hf.__version__ != tested[1]:
+        pytest.skip(f"the page is of transformers {tested[1]}")
+    files = Path(hf.__file__).parent.glob("models/*/modeling_*.py")
+    matching = {file.parent.name for file in files if POSITIONS.search(file.read_text(encoding="utf-8"))}
+    named = [name for names in page().values() for name in names]
+    assert sorted(named) == sorted({*matching, "bloom"})
+    running = {type(make()[1]).__module__.split(".")[2] for make in (BIASED | WINDOWED).values()}
+    assert page()["runs"] == running
+
+
+@pytest.mark.parametrize("name", sorted(page()["raises"]))
+def test_models_of_the_page_raise_by_themselves(name: str) -> None:
+    folder = Path(hf.__file__).parent / "models" / name
+    for file in folder.glob("modeling_*.py"):
+        if not POSITIONS.search(file.read_text(encoding="utf-8")):
+            continue
+        module = importlib.import_module(f"transformers.models.{name}.{file.stem}")
+        kinds = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__]
+        models = [kind for kind in kinds if issubclass(kind, hf.PreTrainedModel)]
+        assert models
+        assert all(registry._is_by_hand(kind) and not biases.is_replaced(kind) for kind in models)
+
+
+def refused() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """A model of each file that the page says to raise in its first call, and its inputs."""
+
+    def of(name: str, kind: str) -> Any:
+        return getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), kind)
+
+    ids, pixels, frames = torch.randint(3, 97, (1, 9)), torch.randn(1, 3, 32, 32), torch.randn(1, 80, 16)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    layers = dict(sizes, intermediate_size=96, num_hidden_layers=2)
+    beit = hf.BeitConfig(**layers, image_size=32, patch_size=8, use_relative_position_bias=True)
+    yield "beit", hf.BeitModel(beit), {"pixel_values": pixels}
+    udop = hf.UdopConfig(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, image_size=32)
+    yield "udop", hf.UdopEncoderModel(udop), {"input_ids": ids, "bbox": torch.rand(1, 9, 4), "pixel_values": pixels}
+    nemotron = hf.NemotronAsrStreamingEncoderConfig(**layers, num_mel_bins=16, subsampling_conv_channels=8)
+    encoder = of("nemotron_asr_streaming", "NemotronAsrStreamingEncoder")
+    yield "nemotron_asr_streaming", encoder(nemotron), {"input_features": frames, "num_lookahead_tokens": 3}
+    of_audio = dict(nemo_conv_channels=64, ext_pw_out_channel=64, depthwise_separable_out_channel=64, input_size=16)
+    phi = hf.Phi4MultimodalAudioConfig(**sizes, **of_audio, intermediate_size=96, num_blocks=1)
+    audio = of("phi4_multimodal", "Phi4MultimodalAudioModel")
+    yield "phi4_multimodal", audio(phi), {"hidden_states": frames, "mask": None}
+    of_layer = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {f"{kind}{field}": size for kind in ("", "swa_") for field, size in of_layer.items()}
+    inkling = dict(heads, vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, eos_token_id=None)
+    yield "inkling", of("inkling", "InklingTextModel")(hf.InklingTextConfig(**inkling)), {"input_ids": ids}
+    yield "inkling2", of("inkling2", "Inkling2TextModel")(hf.Inkling2TextConfig(**inkling)), {"input_ids": ids}
+
+
+def test_models_of_the_page_raise_in_their_first_call() -> None:
+    names = {"esmfold2"}
+    for name, model, inputs in refused():
+        names.add(name)
+        with pytest.raises(ValueError, match=r"does not support a bias|a bias on the scores|that computes with"):
+            use_ringtile(model.eval())(**inputs)
+    # Its bias of pairs is its mask.
+    layer = torch.nn.Module()
+    query = torch.randn(1, 2, 9, 16)
+    with pytest.raises(ValueError, match="a bias on the scores is not supported"):
+        attend(None, layer, query, query, query, torch.randn(1, 2, 9, 9))
+    assert names == page()["refuses"]

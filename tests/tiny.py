@@ -228,6 +228,15 @@ _CONFORMER = dict(VISION, conv_depthwise_kernel_size=5, layerdrop=0.0, apply_spe
 _W2V_BERT = dict(_CONFORMER, feature_projection_input_dim=16)
 _PARAKEET = dict(VISION, num_mel_bins=16, subsampling_conv_channels=8, conv_kernel_size=5, layerdrop=0.0, dropout=0.0)
 _BLOCKS = dict(num_attention_heads=4, context_size=24, max_position_embeddings=30, conv_kernel_size=5)
+_CTC = dict(
+    **dict(hidden_dim=64, input_dim=16, num_layers=2, num_heads=4, dim_head=16, feedforward_mult=2),
+    **dict(context_size=24, max_pos_emb=30, output_dim=12, conv_kernel_size=5),
+)
+_SWIN = dict(image_size=22, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], drop_path_rate=0.0)
+_WAVES = dict(
+    **dict(conv_dim=(16, 16), conv_kernel=(3, 3), conv_stride=(2, 2), num_feat_extract_layers=2),
+    **dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2),
+)
 _DEBERTA = dict(ENCODER, relative_attention=True, norm_rel_ebd="layer_norm", position_biased_input=False)
 
 BIASED: dict[str, Callable[[], tuple[type, Any]]] = {
@@ -239,12 +248,13 @@ BIASED: dict[str, Callable[[], tuple[type, Any]]] = {
         hf.SwitchTransformersForConditionalGeneration,
         hf.SwitchTransformersConfig(**_T5, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
     ),
+    "Pop2Piano": lambda: (hf.Pop2PianoForConditionalGeneration, hf.Pop2PianoConfig(**_T5)),
     "wav2vec2-conformer": lambda: (
         hf.Wav2Vec2ConformerModel,
         hf.Wav2Vec2ConformerConfig(
             **_CONFORMER,
-            **dict(conv_dim=(16, 16), conv_kernel=(3, 3), conv_stride=(2, 2), num_feat_extract_layers=2),
-            **dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, position_embeddings_type="relative"),
+            **_WAVES,
+            position_embeddings_type="relative",
         ),
     ),
     "w2v-BERT": lambda: (
@@ -263,6 +273,23 @@ BIASED: dict[str, Callable[[], tuple[type, Any]]] = {
             **dict(conv_depthwise_kernel_size=5, speech_encoder_layerdrop=0.0, max_source_positions=100),
         ),
     ),
+    "SeamlessM4T v2": lambda: (
+        importlib.import_module(
+            "transformers.models.seamless_m4t_v2.modeling_seamless_m4t_v2"
+        ).SeamlessM4Tv2SpeechEncoder,
+        hf.SeamlessM4Tv2Config(
+            **dict(hidden_size=64, speech_encoder_layers=2, speech_encoder_attention_heads=4, adaptor_kernel_size=2),
+            **dict(speech_encoder_intermediate_size=96, feature_projection_input_dim=16, adaptor_stride=2),
+            **dict(conv_depthwise_kernel_size=5, speech_encoder_layerdrop=0.0, speech_encoder_chunk_size=20),
+            **dict(left_max_position_embeddings=9, right_max_position_embeddings=4, speech_encoder_left_chunk_num=1),
+        ),
+    ),
+    "WavLM": lambda: (
+        hf.WavLMModel,
+        hf.WavLMConfig(
+            **VISION, **_WAVES, num_buckets=8, max_bucket_distance=20, layerdrop=0.0, apply_spec_augment=False
+        ),
+    ),
     "Parakeet": lambda: (
         hf.ParakeetForCTC,
         hf.ParakeetCTCConfig(encoder_config=dict(_PARAKEET, subsampling_factor=4), vocab_size=20, pad_token_id=0),
@@ -277,11 +304,15 @@ BIASED: dict[str, Callable[[], tuple[type, Any]]] = {
     ),
     "Granite Speech": lambda: (
         importlib.import_module("transformers.models.granite_speech.modeling_granite_speech").GraniteSpeechCTCEncoder,
-        hf.GraniteSpeechEncoderConfig(
-            **dict(hidden_dim=64, input_dim=16, num_layers=2, num_heads=4, dim_head=16, feedforward_mult=2),
-            **dict(context_size=24, max_pos_emb=30, output_dim=12, conv_kernel_size=5),
-        ),
+        hf.GraniteSpeechEncoderConfig(**_CTC),
     ),
+    "Granite Speech Plus": lambda: (
+        importlib.import_module(
+            "transformers.models.granite_speech_plus.modeling_granite_speech_plus"
+        ).GraniteSpeechPlusCTCEncoder,
+        hf.GraniteSpeechPlusEncoderConfig(**_CTC),
+    ),
+    "MPNet": lambda: (hf.MPNetForMaskedLM, hf.MPNetConfig(**ENCODER)),
     "DeBERTa-v2": lambda: (
         hf.DebertaV2ForMaskedLM,
         hf.DebertaV2Config(
@@ -293,6 +324,14 @@ BIASED: dict[str, Callable[[], tuple[type, Any]]] = {
         hf.DebertaV2ForMaskedLM,
         hf.DebertaV2Config(**dict(_DEBERTA, max_relative_positions=40), pos_att_type=["p2c", "c2p"]),
     ),
+    "Pix2Struct": lambda: (
+        hf.Pix2StructTextModel,
+        hf.Pix2StructTextConfig(
+            **dict(vocab_size=97, hidden_size=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, is_decoder=True),
+            **dict(relative_attention_num_buckets=8, relative_attention_max_distance=20, dropout_rate=0.0),
+            initializer_range=0.02,
+        ),
+    ),
     "BLOOM": lambda: (hf.BloomForCausalLM, hf.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)),
     "MPT": lambda: (
         hf.MptForCausalLM,
@@ -300,6 +339,25 @@ BIASED: dict[str, Callable[[], tuple[type, Any]]] = {
     ),
 }
 """Models whose scores have a bias."""
+
+WINDOWED: dict[str, Callable[[], tuple[type, Any]]] = {
+    "Swin": lambda: (hf.SwinModel, hf.SwinConfig(**_SWIN, window_size=3)),
+    "Swin v2": lambda: (hf.Swinv2Model, hf.Swinv2Config(**_SWIN, window_size=3)),
+    "Swin2SR": lambda: (
+        hf.Swin2SRForImageSuperResolution,
+        hf.Swin2SRConfig(**dict(_SWIN, image_size=12, patch_size=1), window_size=3),
+    ),
+    "Donut": lambda: (hf.DonutSwinModel, hf.DonutSwinConfig(**_SWIN, window_size=3)),
+    "CLAP": lambda: (
+        hf.ClapAudioModel,
+        hf.ClapAudioConfig(
+            **dict(spec_size=32, patch_size=2, patch_stride=[2, 2], num_mel_bins=16, hidden_size=32, window_size=4),
+            **dict(depths=[2, 2], num_attention_heads=[2, 4], patch_embeds_hidden_size=16, drop_path_rate=0.0),
+            **dict(enable_fusion=False, projection_dim=16),
+        ),
+    ),
+}
+"""Models whose scores have a bias on a grid, in windows."""
 
 
 def config_of(name: str, **change: Any) -> tuple[Any, Any]:

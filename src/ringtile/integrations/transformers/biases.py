@@ -1,4 +1,4 @@
-"""Models whose scores have a bias: T5, Conformers, DeBERTa, BLOOM and MPT, without its numbers of all pairs.
+"""Models whose scores have a bias: T5, Conformers, DeBERTa, Swin, BLOOM and MPT, without its numbers of all pairs.
 
 Modules that compute such numbers hand over a function in their place. Of a query, a key and the position of the first
 query, it returns options of `sparse_attention`.
@@ -6,6 +6,7 @@ query, it returns options of `sparse_attention`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
-from ringtile.functional.bias import Bias, ByKey, ByQuery, Relative
+from ringtile.functional.bias import Bias, ByKey, ByQuery, Grid, Relative
 from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, is_streamed, pattern_mask
-from ringtile.patterns import Pattern, Segments
+from ringtile.patterns import Pattern, Segments, from_mask
 
 
 def _as_written(name: str, compute: Callable[..., Any], module: nn.Module, *given: Any, **named: Any) -> Any:
@@ -37,7 +39,8 @@ def _relative(module: Any, past: int | Tensor, query: Tensor, key: Tensor, start
     if not hasattr(module, "relative_attention_bias"):
         return {}
     # Each layer makes its own table, so that checkpoints that recompute one give the weight a gradient.
-    weight, bidirectional = module.relative_attention_bias.weight, not module.is_decoder
+    # Pix2Struct has a decoder only, and does not say so.
+    weight, bidirectional = module.relative_attention_bias.weight, not getattr(module, "is_decoder", True)
     farthest = module.relative_attention_max_distance
     sizes = query.shape[2], key.shape[2]
     bias = Relative.t5(weight.to(query.device), *sizes, bidirectional=bidirectional, max_distance=farthest)
@@ -273,8 +276,85 @@ def _attend_deberta(
     return _attend(module, (query, key, value), attention_mask, scale, module.dropout.p, scores, {}), None
 
 
-_T5 = "T5 MT5 UMT5 LongT5 SwitchTransformers Pop2Piano".split()
-_WAV2VEC2 = "Wav2Vec2Conformer", "Wav2Vec2Bert", "SeamlessM4TConformer"
+def _attend_wavlm(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    index: int = 0,
+    **options: Any,
+) -> tuple[Tensor, None, Tensor]:
+    # Layers share the weight of the first one.
+    weight = module.rel_attn_embed.weight if position_bias is None else position_bias
+    query, key, value = _heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    states = hidden_states.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+    first, second = module.gru_rel_pos_linear(states).unflatten(-1, (2, 4)).sum(-1).sigmoid().chunk(2, -1)
+    gate, n = first * (second * module.gru_rel_pos_const - 1) + 2, query.shape[2]
+    of = Relative.t5(weight, n, n, bidirectional=True, max_distance=module.max_distance)
+    # A gate multiplies the numbers of a query, as vectors of one number do.
+    scores = _biased(ByQuery(gate / module.scaling, of.table.unsqueeze(-1), of.offset))
+    mask = _mask(attention_mask, hidden_states)
+    out = _attend(module, (query, key, value), mask, module.scaling, module.dropout, scores, options)
+    return module.out_proj(out), None, weight
+
+
+def _bias_mpnet(encoder: Any, x: Tensor, *given: Any) -> Callable[..., Any]:
+    n = x.shape[1]
+    # 32 buckets, whatever the config says.
+    return _biased(Relative.t5(encoder.relative_attention_bias.weight[:32], n, n, bidirectional=True))
+
+
+def _attend_mpnet(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_bias: Any = None,
+    output_attentions: bool = False,
+    **options: Any,
+) -> tuple[Tensor]:
+    options |= {"output_attentions": output_attentions, "is_causal": False}
+    heads = _heads(hidden_states, module.attention_head_size, module.q, module.k, module.v)
+    scale = module.attention_head_size**-0.5
+    return (module.o(_attend(module, heads, attention_mask, scale, module.dropout.p, position_bias, options)),)
+
+
+@torch.compiler.disable(reason="masks of shifted windows need an index that is built outside graphs")  # type: ignore[untyped-decorator]
+def _shifted(mask: Tensor, windows: int) -> Pattern:
+    return from_mask((mask == 0).repeat(windows // len(mask), 1, 1).unsqueeze(1))
+
+
+def _attend_swin(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    output_attentions: bool = False,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Return the output of the attention of Swin, of its second version, or of their copies."""
+    is_new, is_cosine = hasattr(module, "o_proj"), hasattr(module, "logit_scale")
+    owner = module.relative_position_bias if is_new else module
+    names = ("q_proj", "k_proj", "v_proj") if is_new else ("query", "key", "value")
+    head_dim = hidden_states.shape[-1] // module.num_attention_heads
+    query, key, value = _heads(hidden_states, head_dim, *(getattr(module, name) for name in names))
+    if is_cosine:
+        table = 16 * module.continuous_position_bias_mlp(module.relative_coords_table).sigmoid().flatten(0, -2)
+        length = module.logit_scale.clamp(max=math.log(100)).exp()
+        query, key, scale = length * normalize(query, dim=-1), normalize(key, dim=-1), 1.0
+    else:
+        table, scale = owner.relative_position_bias_table, head_dim**-0.5
+    # They count offsets from the key to the query.
+    sizes = [2 * size - 1 for size in owner.window_size]
+    bias = Grid(table.flip(0).T.reshape(-1, *sizes), owner.window_size)
+    mask = _mask(None, hidden_states, None if attention_mask is None else _shifted(attention_mask, len(query)))
+    options["output_attentions"] = output_attentions
+    dropout = module.attention_dropout if is_new else module.dropout.p
+    out = _attend(module, (query, key, value), mask, scale, dropout, _biased(bias), options)
+    return (module.o_proj(out), None) if is_new else (out,)  # type: ignore[return-value]
+
+
+_T5 = "T5 MT5 UMT5 LongT5 SwitchTransformers Pop2Piano Pix2StructText".split()
+_WAV2VEC2 = "Wav2Vec2Conformer", "Wav2Vec2Bert", "SeamlessM4TConformer", "SeamlessM4Tv2Conformer"
+_SWIN = "Swin", "Swinv2Self", "Swin2SRSelf", "DonutSwinSelf", "ClapAudioSelf"
 _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
     **{f"{family}Attention": {"compute_bias": _by_distance} for family in _T5},
     **{f"{family}SelfAttention": {"forward": _attend_wav2vec2} for family in _WAV2VEC2},
@@ -282,13 +362,18 @@ _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
     "ParakeetEncoderAttention": {"forward": _attend_parakeet},
     "GraniteSpeech5EncoderAttention": {"forward": _attend_granite5},
     "GraniteSpeechConformerAttention": {"forward": _attend_granite},
+    "GraniteSpeechPlusConformerAttention": {"forward": _attend_granite},
+    "WavLMAttention": {"forward": _attend_wavlm},
+    "MPNetEncoder": {"compute_position_bias": _bias_mpnet},
+    "MPNetSelfAttention": {"forward": _attend_mpnet},
+    **{f"{family}Attention": {"forward": _attend_swin} for family in _SWIN},
     **{block: {"forward": _without_weights} for block in ("BloomBlock", "MptBlock", "DebertaV2Layer")},
     "BloomAttention": {"forward": _attend_bloom},
     "MptAttention": {"forward": _attend_mpt},
     "DebertaV2Encoder": {"get_attention_mask": _mask_deberta, "get_rel_pos": _positions_deberta},
     "DisentangledSelfAttention": {"forward": _attend_deberta},
 }
-_BY_HAND = {"bloom", "mpt", "granite_speech", "deberta_v2"}
+_BY_HAND = set("bloom mpt granite_speech granite_speech_plus deberta_v2 wavlm mpnet swinv2 swin2sr donut".split())
 """Files of models whose attention is written by hand, and replaced here."""
 
 

@@ -151,9 +151,9 @@ def use_ringtile(
 ) -> Model:
     """Switch a model of transformers to ringtile, in place, and return it.
 
-    Attention that Longformer, BigBird, BLOOM, MPT, DeBERTa-v2 and Granite Speech write by hand is replaced, and their
-    weights are kept. Copies and pickles of the model have its pattern, ``attend`` and ``decode``, too.
-    `save_pretrained` saves none: call this again.
+    Attention that Longformer, BigBird, BLOOM, MPT, DeBERTa-v2, WavLM, MPNet, Swin and Granite Speech write by hand is
+    replaced, and their weights are kept. Copies and pickles of the model have its pattern, ``attend`` and ``decode``,
+    too. `save_pretrained` saves none: call this again.
 
     Args:
         model: The model, with or without a head.

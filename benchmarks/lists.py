@@ -6,11 +6,14 @@
     python benchmarks/lists.py --out benchmarks/records/lists.json
 
 * dsa: DeepSeek-V3.2 as transformers computes it, 16 heads of 192 and 128, one list of 2,048 keys for all heads.
-* latent: the same, absorbed: 16 heads over one key head of 576 dims, whose first 512 are the values.
+* dsa indexer: the same with the indexer, whose seconds count. It has 8 heads of 128: DeepSeek-V3.2 has 64 beside 128
+  attention heads.
+* latent: dsa, absorbed: 16 heads over one key head of 576 dims, whose first 512 are the values.
 * m3, m3 half: MiniMax-M3, 64 heads over 4 key heads of 128, each with 16 or 8 blocks of 128 keys.
 * decode: one token over 32 times as many latents, 2,048 of them in its list.
 
-Lists are random, or coherent: those of 64 neighbours differ in a tenth of the scores they come from. Calls are public
+Lists are random, or coherent: those of 64 neighbours differ in a tenth of the scores, or of the indexer's vectors, that
+they come from. Calls are public
 ones, which sort and check their lists. The last queries are first compared with float64, and a wrong result ends the
 run. Then calls take turns in one process. Ratios are medians of the ratios of rounds. Dense attention is causal, by
 PyTorch's flash kernel, which needs values as wide as the keys.
@@ -29,6 +32,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +42,7 @@ from pages import Table, table_lines
 from torch import Tensor
 
 from ringtile import sparse_attention
+from ringtile.adaptive import index_topk
 from ringtile.patterns import Causal, Chosen
 from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.machine import origin
@@ -60,10 +65,13 @@ class Cell(NamedTuple):
     groups: int
     block: int
     length: int
+    index_heads: int = 0
+    """The heads of an indexer, of 128 dims. 0 for lists that are there."""
 
 
 CELLS = {
     "dsa": Cell(16, 16, 192, 128, 1, 1, 2048),
+    "dsa indexer": Cell(16, 16, 192, 128, 1, 1, 2048, 8),
     "latent": Cell(16, 1, 576, 0, 1, 1, 2048),
     "m3": Cell(64, 4, 128, 128, 4, 128, 16),
     "m3 half": Cell(64, 4, 128, 128, 4, 128, 8),
@@ -86,6 +94,27 @@ def draw_lists(cell: Cell, n_queries: int, n_keys: int, coherent: bool) -> Tenso
         best = scores.topk(lists.shape[3], 2)
         lists[0, :, rows] = best.indices.where(best.values > -math.inf, -1).int()
     return lists
+
+
+def chooser(cell: Cell, n_queries: int, n_keys: int, coherent: bool, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return what makes the lists of a call: an indexer, or nothing but their memory."""
+    if not cell.index_heads:
+        lists = draw_lists(cell, n_queries, n_keys, coherent)
+        return lambda: lists
+    drawn, shape = torch.Generator().manual_seed(2), (1, cell.index_heads, n_queries)
+    query, key = (torch.randn(*size, 128, generator=drawn) for size in (shape, (1, 1, n_keys)))
+    weights = torch.randn(shape, generator=drawn)
+    if coherent:
+        first = torch.arange(n_queries) // NEIGHBOURS * NEIGHBOURS
+        query, weights = (x[:, :, first] + 0.1 * x for x in (query, weights))
+    query, key, weights = query.to(dtype), key.to(dtype), weights.to(dtype)
+    choose = partial(index_topk, query, key, min(cell.length, n_keys), weights=weights, relu=True, pattern=Causal())
+    # The last query sees all keys: none that it leaves out has a larger score.
+    products = (query[0, :, -1].double() @ key[0, 0].double().T).relu() * weights[0, :, -1:].double()
+    best, scores = choose()[0, 0, -1].long(), products.sum(0)
+    if not scores[best].min() >= scores.topk(len(best)).values[-1] - 1e-4 * scores.abs().max():
+        raise RuntimeError(f"{tuple(query.shape)}: the indexer leaves better keys out")
+    return choose
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, lists: Tensor, block: int, out: Tensor) -> float:
@@ -154,13 +183,12 @@ def part_of(cell: Cell, n_queries: int, n_keys: int, dtype: torch.dtype, gradien
 
     calls, error = {"dense": dense}, 0.0
     for coherent in (False, True) if n_queries > 1 else (False,):
-        lists = draw_lists(cell, n_queries, n_keys, coherent)
-        pattern = Causal() & Chosen(lists, cell.block)
-        call = calls["coherent" if coherent else "random"] = lambda pattern=pattern: sparse_attention(
-            q, k, value, pattern, enable_gqa=True
+        choose = chooser(cell, n_queries, n_keys, coherent, dtype)
+        call = calls["coherent" if coherent else "random"] = lambda choose=choose: sparse_attention(
+            q, k, value, Causal() & Chosen(choose(), cell.block), enable_gqa=True
         )
         with torch.no_grad():
-            error = max(error, check(q, k, value, lists, cell.block, call()))
+            error = max(error, check(q, k, value, choose(), cell.block, call()))
     grad = torch.randn(1, cell.heads, n_queries, value.shape[3], generator=drawn).to(dtype) if gradients else None
     return Part(calls, leaves, grad, error)
 

@@ -7,6 +7,8 @@ ringtile` must not. So we register the formulas when that module is imported.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -20,41 +22,27 @@ from ringtile.kernels.operators import BACKWARD, FORWARD
 _COUNTER = "torch.utils.flop_counter"
 
 
-def _kept_area(call: Call, q: Tensor, k: Tensor) -> int:
-    """Count the (query, key) pairs in the kept tiles, over batch elements and heads. Kernels compute this many."""
+def _pairs(q: Tensor, k: Tensor, n_lists: int, rest: Sequence[Any]) -> int:
+    """Count the (query, key) pairs that kernels compute: in kept tiles, or in lists, what is left empty there too."""
+    call = Call(*rest[n_lists:])
+    if n_lists:
+        return int(q.shape[0] * q.shape[1] * q.shape[2] * min(rest[0].shape[3] * call.block, k.shape[2]))
     return index_of(call, q, k).tile_pairs(q.shape[0], q.shape[1])
 
 
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:
-    return 2 * _kept_area(Call(*call), q, k) * int(q.shape[-1] + v.shape[-1])
+def _forward_flops(n_lists: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    return 2 * _pairs(q, k, n_lists, rest) * int(q.shape[-1] + v.shape[-1])
 
 
-def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+def _backward_flops(n_lists: int, *arguments: Any, **_: Any) -> int:
     q, k, v = arguments[2:5]
-    return 2 * _kept_area(Call(*arguments[7:]), q, k) * int(3 * q.shape[-1] + 2 * v.shape[-1])
-
-
-def _listed_pairs(q: Tensor, k: Tensor, indices: Tensor, call: Call) -> int:
-    """Count the pairs that lists can hold. What is left empty or cut away in them counts too."""
-    return int(q.shape[0] * q.shape[1] * q.shape[2] * min(indices.shape[3] * call.block, k.shape[2]))
-
-
-def _lists_forward_flops(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, limits: Tensor, *call: Any, out_val: Any = None, **_: Any
-) -> int:
-    return 2 * _listed_pairs(q, k, indices, Call(*call)) * int(q.shape[-1] + v.shape[-1])
-
-
-def _lists_backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
-    q, k, v = arguments[2:5]
-    return 2 * _listed_pairs(q, k, arguments[7], Call(*arguments[9:])) * int(3 * q.shape[-1] + 2 * v.shape[-1])
+    return 2 * _pairs(q, k, n_lists, arguments[7:]) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _register(counter: ModuleType) -> None:
-    counter.register_flop_formula(FORWARD, get_raw=True)(_forward_flops)
-    counter.register_flop_formula(BACKWARD, get_raw=True)(_backward_flops)
-    counter.register_flop_formula(FORWARD_LISTS, get_raw=True)(_lists_forward_flops)
-    counter.register_flop_formula(BACKWARD_LISTS, get_raw=True)(_lists_backward_flops)
+    for n_lists, forward, backward in ((0, FORWARD, BACKWARD), (2, FORWARD_LISTS, BACKWARD_LISTS)):
+        counter.register_flop_formula(forward, get_raw=True)(partial(_forward_flops, n_lists))
+        counter.register_flop_formula(backward, get_raw=True)(partial(_backward_flops, n_lists))
 
 
 class _Finder:

@@ -54,10 +54,6 @@ def _sides(band: Band) -> dict[str, int]:
     return {f"window_size_{side}": -1 if size is None else size for side, size in band._asdict().items()}
 
 
-def _empty_grads(rows: Given) -> dict[str, Tensor]:
-    return {f"d{name}": torch.empty_like(getattr(rows, name)) for name in "qkv"}
-
-
 @dataclass(frozen=True)
 class _Package:
     """An installed version, with the module of its functions."""
@@ -87,39 +83,33 @@ class _Cute(_Package):
         return {"softmax_scale": scale, "causal": band.is_causal, "window_size_left": left, "window_size_right": right}
 
 
-class _Hopper(_Package):
-    """FlashAttention 3."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.module._flash_attn_forward(
-            q, k, v, softmax_scale=scale, causal=band.is_causal, **_sides(band)
-        )
-        return out, lse
-
-    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
-        grads, deterministic = _empty_grads(rows), torch.are_deterministic_algorithms_enabled()
-        options = {"softmax_scale": scale, "is_causal": band.is_causal, "deterministic": deterministic}
-        self.module._flash_attn_backward(*rows, **grads, **options, **_sides(band))
-        return tuple(grads.values())
-
-
 class _Ampere(_Package):
     """FlashAttention 2."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.module._flash_attn_forward(q, k, v, return_softmax=False, **self._options(band, scale))
+        out, lse, *_ = self.module._flash_attn_forward(q, k, v, **self._options(band, scale, is_backward=False))
         return out, lse
 
     def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
-        grads, deterministic = _empty_grads(rows), torch.are_deterministic_algorithms_enabled()
-        self.module._flash_attn_backward(*rows, **grads, deterministic=deterministic, **self._options(band, scale))
+        grads = {f"d{name}": torch.empty_like(getattr(rows, name)) for name in "qkv"}
+        options = self._options(band, scale, is_backward=True)
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        self.module._flash_attn_backward(*rows, **grads, **options)
         return tuple(grads.values())
 
     @staticmethod
-    def _options(band: Band, scale: float) -> dict[str, Any]:
-        # Versions before 2.7 have no defaults for these.
-        options = {"softmax_scale": scale, "causal": band.is_causal, **_sides(band)}
-        return {**options, "dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+    def _options(band: Band, scale: float, *, is_backward: bool) -> dict[str, Any]:
+        # Versions before 2.7 have no defaults for most of these.
+        options = {"softmax_scale": scale, "causal": band.is_causal, **_sides(band), "dropout_p": 0.0, "softcap": 0.0}
+        return {**options, "alibi_slopes": None, **({} if is_backward else {"return_softmax": False})}
+
+
+class _Hopper(_Ampere):
+    """FlashAttention 3."""
+
+    @staticmethod
+    def _options(band: Band, scale: float, *, is_backward: bool) -> dict[str, Any]:
+        return {"softmax_scale": scale, "is_causal" if is_backward else "causal": band.is_causal, **_sides(band)}
 
 
 class Torch:

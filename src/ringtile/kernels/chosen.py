@@ -13,18 +13,18 @@ from ringtile.kernels.contracts import (
     Call,
     Lists,
     Rows,
-    accumulator,
     check_memory,
     lists_backend_of,
-    new_out,
     options_of,
 )
 from ringtile.kernels.operators import (
     apart,
+    fake_backward,
+    fake_forward,
     is_differentiated,
     library,
+    register,
     schema,
-    vmap_rule,
     with_tensors,
     without_derivative,
 )
@@ -56,22 +56,8 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return lists_backend_of(call.backend).backward(rows, lists, call.scale, *_options(call))
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
-
-
-def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in arguments[2:5])
-
-
-for _name, _implementation, _fake, _n_tensors in (
-    ("forward_lists", _forward, _fake_forward, 5),
-    ("backward_lists", _backward, _fake_backward, 9),
-):
-    library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
-    _op = getattr(torch.ops.ringtile, _name).default
-    torch.library.register_vmap(f"ringtile::{_name}", vmap_rule(_n_tensors, _op), lib=library)
+register("forward_lists", _forward, fake_forward, 5)
+register("backward_lists", _backward, fake_backward, 9)
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

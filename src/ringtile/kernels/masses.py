@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import Masses, check_memory
-from ringtile.kernels.operators import library, schema
+from ringtile.kernels.operators import library, register, schema
 from ringtile.kernels.select import native_masses
 
 POOLS = ("mean", "max", "rms")
@@ -126,8 +126,7 @@ def _pooled_masses(*arguments: Any) -> Tensor:
         return _composed(masses)
 
 
-library.impl("pooled_masses", _pooled_masses, "CompositeExplicitAutograd")
-torch.library.register_fake("ringtile::pooled_masses", _fake, lib=library)
+register("pooled_masses", _pooled_masses, _fake)
 
 
 def _composed(masses: Masses) -> Tensor:

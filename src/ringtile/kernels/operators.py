@@ -68,11 +68,13 @@ def _double_backward(*arguments: Any) -> Any:
     return backend_of("blockwise").double_backward(*arguments[:3], Rows(*arguments[3:10]), Call(*arguments[10:]))
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return a new output and lse. ``rest`` is the call."""
     return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
 
 
-def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+def fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return new gradients of q, k and v."""
     return tuple(x.new_empty(x.shape) for x in arguments[2:5])
 
 
@@ -95,7 +97,7 @@ def _example(arguments: Sequence[Any], in_dims: Sequence[Any], number: int) -> l
     return [x.select(dim, number) if isinstance(dim, int) else x for x, dim in pairs]
 
 
-def vmap_rule(n_tensors: int, op: Any) -> Any:
+def _vmap_rule(n_tensors: int, op: Any) -> Any:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         # Examples become batch elements: [V, B, H, N, D] with V examples is one call of [V * B, H, N, D].
         size = info.batch_size
@@ -125,17 +127,18 @@ def vmap_rule(n_tensors: int, op: Any) -> Any:
     return rule
 
 
-for _name, _implementation, _fake, _n_tensors in (
-    ("forward", _forward, _fake_forward, 3),
-    ("backward", _backward, _fake_backward, 7),
-    ("double_backward", _double_backward, _fake_double_backward, 10),
-):
-    library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
-    _op = getattr(torch.ops.ringtile, _name).default
-    torch.library.register_vmap(f"ringtile::{_name}", vmap_rule(_n_tensors, _op), lib=library)
+def register(name: str, implementation: Any, fake: Any, n_tensors: int = 0) -> None:
+    """Give an operator of the library what it computes, its fake tensors and, with tensors before its call, vmap."""
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringtile::{name}", fake, lib=library)
+    if n_tensors:
+        rule = _vmap_rule(n_tensors, getattr(torch.ops.ringtile, name).default)
+        torch.library.register_vmap(f"ringtile::{name}", rule, lib=library)
 
 
+register("forward", _forward, fake_forward, 3)
+register("backward", _backward, fake_backward, 7)
+register("double_backward", _double_backward, _fake_double_backward, 10)
 FORWARD, BACKWARD = torch.ops.ringtile.forward, torch.ops.ringtile.backward
 
 

@@ -8,29 +8,7 @@ scale, times log2(e).
 import triton
 import triton.language as tl
 
-from ringtile.kernels.triton.tiles import (
-    CHANGING,
-    any_kept,
-    expanded,
-    expanded_row,
-    heads_of,
-    inside_both,
-    keys_kept,
-    listed,
-    next_tile,
-    number_at,
-    number_of,
-    online_softmax_step,
-    place_of,
-    position_of,
-    rows_of,
-    seen_by,
-    split_of,
-    survivors,
-    whole_tile,
-    without_bits,
-    words_of,
-)
+from ringtile.kernels.triton import tiles
 
 
 @triton.jit
@@ -39,22 +17,22 @@ def _attend(q, k, v, stay, top, total, acc, c, draw, n0, col, at, threshold, C: 
     s = tl.dot(q, k, input_precision=C.PRECISION)
     if MASKED:
         s = tl.where(stay, s, float("-inf"))
-    p, top, total, acc = online_softmax_step(s, c, top, total, acc, MASKED)
+    p, top, total, acc = tiles.online_softmax_step(s, c, top, total, acc, MASKED)
     # The sum of the weights is that before dropout: the softmax does not know of it.
-    p = survivors(p, draw, n0, col, at, threshold, C)
+    p = tiles.survivors(p, draw, n0, col, at, threshold, C)
     return top, total, tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
 
 
 @triton.jit
 def _write(OUT, LSE, acc, lse, b, head, query, exists, heads, n_queries, stride, C: tl.constexpr):
     e = tl.arange(0, C.EP)
-    places = place_of(stride, b, head) + query.to(tl.int64) * stride.n
-    mask = inside_both(exists, e, C.E, C.EP, 1)
+    places = tiles.place_of(stride, b, head) + query.to(tl.int64) * stride.n
+    mask = tiles.inside_both(exists, e, C.E, C.EP, 1)
     tl.store(OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=mask)
     tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse, mask=exists)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit(do_not_specialize=tiles.CHANGING)
 def forward_kernel(
     Q, K, V, K_TILES, V_TILES, OUT, LSE, SCRATCH, lists, key_bits, key_lengths, seed, at,
     c, natural, dropout_scale, threshold,
@@ -66,28 +44,28 @@ def forward_kernel(
     program = tl.program_id(0)
     sub = program % C.SUBS
     bh = program // C.SUBS // longest
-    b, h = heads_of(bh, heads, ratio, C.PACK)
+    b, h = tiles.heads_of(bh, heads, ratio, C.PACK)
     g = tl.load(lists.group + b * group_b + h * group_h)
     item = tl.load(lists.begin + g) + program // C.SUBS % longest
     # Groups with fewer splits than the longest leave programs without work.
     if item >= tl.load(lists.begin + g + 1):
         return
-    slot, full, full_end, part, part_end, scratch = split_of(lists, item)
+    slot, full, full_end, part, part_end, scratch = tiles.split_of(lists, item)
     row = slot - g * n_rows
 
-    query, inside, packed, exists = rows_of(row, first_row, start, n_queries, sub, C)
+    query, inside, packed, exists = tiles.rows_of(row, first_row, start, n_queries, sub, C)
     exists = exists & (packed < ratio)
     head = h + packed
     d, e, n = tl.arange(0, C.DP), tl.arange(0, C.EP), tl.arange(0, C.BN)
     if C.FAR:
         n = n.to(tl.int64)
-    rows = place_of(strides.q, b, head) + query.to(tl.int64) * strides.q.n
-    q = tl.load(Q + rows[:, None] + d[None, :], mask=inside_both(exists, d, C.D, C.DP, 1), other=0.0)
+    rows = tiles.place_of(strides.q, b, head) + query.to(tl.int64) * strides.q.n
+    q = tl.load(Q + rows[:, None] + d[None, :], mask=tiles.inside_both(exists, d, C.D, C.DP, 1), other=0.0)
     if C.SIGN != 1:
         q = q * C.SIGN
     kv_head = (h // ratio).to(tl.int64)
-    K += place_of(strides.k, b, kv_head)
-    V += place_of(strides.v, b, kv_head)
+    K += tiles.place_of(strides.k, b, kv_head)
+    V += tiles.place_of(strides.v, b, kv_head)
     k_places = n[None, :] * strides.k.n + d[:, None]
     v_places = n[:, None] * strides.v.n + e[None, :]
 
@@ -98,50 +76,53 @@ def forward_kernel(
     acc = tl.zeros([BM, EP], tl.float32)
     draw = None
     if C.DROPOUT:
-        seed_value, batch_number = tl.load(seed), number_of(b, at.batch_at, C)
-        head_number = number_of(head, at.head_at, C)[:, None]
-        draw = seed_value, batch_number, head_number, position_of(query + start, row, first_row + row, at.row_at, C)
+        seed_value, batch_number = tl.load(seed), tiles.number_of(b, at.batch_at, C)
+        head_number = tiles.number_of(head, at.head_at, C)[:, None]
+        query_at = tiles.position_of(query + start, row, first_row + row, at.row_at, C)
+        draw = seed_value, batch_number, head_number, query_at
 
     # Full tiles whose keys all exist need no mask. If the last column is ragged, it comes later.
     # MIXED: the masked loop also runs full tiles, because key masks, lengths or the ragged last column cut them.
     MIXED: tl.constexpr = C.HAS_BITS or C.HAS_LENGTHS or C.RAGGED_KEYS
-    slow_full = without_bits(lists, full, full_end, n_keys, C)
+    slow_full = tiles.without_bits(lists, full, full_end, n_keys, C)
     PER: tl.constexpr = C.BLOCK // C.BN
     steps = (full_end - slow_full - full) * PER
-    n0 = listed(lists.full + full, 0, steps, PER) * C.BLOCK
-    later = listed(lists.full + full, 1, steps, PER)
+    n0 = tiles.listed(lists.full + full, 0, steps, PER) * C.BLOCK
+    later = tiles.listed(lists.full + full, 1, steps, PER)
     for i in tl.range(0, steps, num_stages=C.STAGES):
         col = n0 // C.BLOCK
-        k = whole_tile(K, strides.k.n, K_TILES, b, h // ratio, n0, n, d, C.D, C.DP, C, True)
-        v = whole_tile(V, strides.v.n, V_TILES, b, h // ratio, n0, n, e, C.E, C.EP, C, False)
+        k = tiles.whole_tile(K, strides.k.n, K_TILES, b, h // ratio, n0, n, d, C.D, C.DP, C, True)
+        v = tiles.whole_tile(V, strides.v.n, V_TILES, b, h // ratio, n0, n, e, C.E, C.EP, C, False)
         top, total, acc = _attend(q, k, v, None, top, total, acc, c, draw, n0, col, at, threshold, C, False)
         # The tile after the next is in registers already, so that copies wait for no list.
         n0 = later * C.BLOCK + (i + 1) % PER * C.BN
-        later = listed(lists.full + full, i + 2, steps, PER)
+        later = tiles.listed(lists.full + full, i + 2, steps, PER)
 
     key_length = n_keys
     if C.HAS_LENGTHS:
         key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
     steps = (slow_full + part_end - part) * PER
-    later = number_at(lists, part, slow_full, 0, steps, PER, MIXED)
-    col, number, low, high, later = next_tile(lists, full_end, slow_full, part, later, 0, steps, C.BLOCK, C.BN, MIXED)
+    later = tiles.number_at(lists, part, slow_full, 0, steps, PER, MIXED)
+    col, number, low, high, later = tiles.next_tile(
+        lists, full_end, slow_full, part, later, 0, steps, C.BLOCK, C.BN, MIXED
+    )
     for i in tl.range(0, steps, num_stages=C.STAGES):
-        words = words_of(lists.bits, number, i, slow_full, inside, C.BLOCK, C.BN, MIXED, True)
+        words = tiles.words_of(lists.bits, number, i, slow_full, inside, C.BLOCK, C.BN, MIXED, True)
         n0 = col * C.BLOCK + i % PER * C.BN
         # Zero times NaN is NaN, so we do not read values that no row keeps.
-        kept = any_kept(low, high, C.BN)
+        kept = tiles.any_kept(low, high, C.BN)
         if C.RAGGED_ROWS:
-            kept = kept & expanded_row(seen_by(words, exists), C.BN)
-        stay = expanded(words, C.BM, C.BN, True)
+            kept = kept & tiles.expanded_row(tiles.seen_by(words, exists), C.BN)
+        stay = tiles.expanded(words, C.BM, C.BN, True)
         if MIXED:
-            kept = kept & keys_kept(key_bits, b, key_words, key_length, n0, n_keys, C)
+            kept = kept & tiles.keys_kept(key_bits, b, key_words, key_length, n0, n_keys, C)
             stay = stay & kept[None, :]
         k_tile = K + n0.to(tl.int64) * strides.k.n
         v_tile = V + n0.to(tl.int64) * strides.v.n
-        k = tl.load(k_tile + k_places, mask=inside_both(kept, d, C.D, C.DP, 0), other=0.0)
-        v = tl.load(v_tile + v_places, mask=inside_both(kept, e, C.E, C.EP, 1), other=0.0)
+        k = tl.load(k_tile + k_places, mask=tiles.inside_both(kept, d, C.D, C.DP, 0), other=0.0)
+        v = tl.load(v_tile + v_places, mask=tiles.inside_both(kept, e, C.E, C.EP, 1), other=0.0)
         top, total, acc = _attend(q, k, v, stay, top, total, acc, c, draw, n0, col, at, threshold, C, True)
-        col, number, low, high, later = next_tile(
+        col, number, low, high, later = tiles.next_tile(
             lists, full_end, slow_full, part, later, i + 1, steps, C.BLOCK, C.BN, MIXED
         )
 
@@ -160,7 +141,7 @@ def forward_kernel(
     _write(OUT, LSE, acc, lse, b, head, query, exists, heads, n_queries, strides.o, C)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit(do_not_specialize=tiles.CHANGING)
 def merge_kernel(
     SCRATCH, OUT, LSE, group, splits,
     heads, ratio, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h,
@@ -170,13 +151,13 @@ def merge_kernel(
     program = tl.program_id(0)
     sub = program % C.SUBS
     bh = program // C.SUBS // n_rows
-    b, h = heads_of(bh, heads, ratio, C.PACK)
+    b, h = tiles.heads_of(bh, heads, ratio, C.PACK)
     row = program // C.SUBS % n_rows
     slot = tl.load(group + b * group_b + h * group_h) * n_rows + row
     count = tl.load(splits + slot * 2 + 1)
     if count == 0:
         return
-    query, _, packed, exists = rows_of(row, first_row, start, n_queries, sub, C)
+    query, _, packed, exists = tiles.rows_of(row, first_row, start, n_queries, sub, C)
     exists = exists & (packed < ratio)
     e = tl.arange(0, C.EP)
     first = bh.to(tl.int64) * scratch_stride + tl.load(splits + slot * 2)

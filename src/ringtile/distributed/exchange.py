@@ -20,24 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ringtile.distributed import stages
 from ringtile.distributed.branches import BranchPlan
 from ringtile.distributed.lockstep import BACKWARD, FORWARD, Facts, Lockstep
 from ringtile.distributed.plan import RingPlan
 from ringtile.distributed.process_groups import of_group
 from ringtile.distributed.relays import Relays
-from ringtile.distributed.stages import (
-    Broadcast,
-    Stage,
-    Tensors,
-    copy,
-    from_bytes,
-    gather,
-    messages,
-    scatter,
-    to_bytes,
-    views,
-    width_of,
-)
+from ringtile.distributed.stages import Tensors
 from ringtile.kernels.contracts import accumulator
 
 EXCHANGES = 256
@@ -110,10 +99,10 @@ class Exchange(Lockstep):
         super().__init__(group, facts, is_idle=not self.plan.is_mixed and not any(self.plan.tokens_hot))
         # The owner of each broadcast, in their order in a vector: rank by rank if there are no nodes.
         self._owners = list(range(len(self.plan.tokens_hot)))
-        self._direct = Stage(self.plan.sent, self.plan.received, self._every, not self.plan.is_mixed)
-        self._crossing, self._handed = (Stage((), (), self._every, is_idle=True) for _ in range(2))
-        self._outer = Broadcast(self.plan.tokens_hot, self.plan.rank, self._every, is_single=True)
-        self._inner: Broadcast | None = None
+        self._direct = stages.Stage(self.plan.sent, self.plan.received, self._every, not self.plan.is_mixed)
+        self._crossing, self._handed = (stages.Stage((), (), self._every, is_idle=True) for _ in range(2))
+        self._outer = stages.Broadcast(self.plan.tokens_hot, self.plan.rank, self._every, is_single=True)
+        self._inner: stages.Broadcast | None = None
         if isinstance(plan, Relays):
             self._build_levels(plan, *map(ref, axes))
         self._n_hot = [self.plan.tokens_hot[owner] for owner in self._owners]
@@ -125,33 +114,33 @@ class Exchange(Lockstep):
         plan, mates, per_node = relays.plan, relays.mates, relays.per_node
         sent, received = ([places[rank] for rank in mates] for places in (plan.sent, plan.received))
         stays, is_direct = not relays.counts.crossing.any(), bool(relays.counts.direct.any())
-        self._direct = Stage(sent, received, inner, not is_direct)
-        self._crossing = Stage(relays.crossing, relays.arriving, outer, stays)
-        self._handed = Stage(relays.handed, relays.relayed, inner, stays)
+        self._direct = stages.Stage(sent, received, inner, not is_direct)
+        self._crossing = stages.Stage(relays.crossing, relays.arriving, outer, stays)
+        self._handed = stages.Stage(relays.handed, relays.relayed, inner, stays)
         # The broadcasts that one rank of a node hands on lie together: with 2 nodes of 2 ranks, those of ranks 0, 2, 1
         # and 3. Rank 2 gets the first of them from rank 0, and hands both to rank 3.
         n_ranks = plan.layout.n_ranks
         self._owners = [owner for number in range(per_node) for owner in range(number, n_ranks, per_node)]
         by_rank = [plan.tokens_hot[number::per_node] for number in range(per_node)]
         most = max(sum(tokens > 0 for tokens in of_number) for of_number in by_rank)
-        self._outer = Broadcast(by_rank[relays.number], relays.node, outer, n_waits=most)
-        self._inner = Broadcast(list(map(sum, by_rank)), relays.number, inner)
+        self._outer = stages.Broadcast(by_rank[relays.number], relays.node, outer, n_waits=most)
+        self._inner = stages.Broadcast(list(map(sum, by_rank)), relays.number, inner)
 
     def sizes(self, xs: Tensors) -> list[int]:
         """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
-        width = width_of(xs)
+        width = stages.width_of(xs)
         return [n * width for n in self._counts]
 
     def start(self, xs: Tensors, data: str = FORWARD) -> Started:
         """Begin to send."""
         self.begin()
-        width, sides, sizes = width_of(xs), ([xs], [xs]), self.sizes(xs)
+        width, sides, sizes = stages.width_of(xs), ([xs], [xs]), self.sizes(xs)
         received = xs[0].new_empty(sum(sizes))
         hot, direct, _ = received.split(sizes)
         mine = self._of_number(hot, width)
         own = self._outer.mine(mine, width)
         if len(own):
-            gather(views(own, xs), xs, self.plan.hot[self.plan.rank])
+            stages.gather(stages.views(own, xs), xs, self.plan.hot[self.plan.rank])
         sent, crossing = self._direct.pack(xs), self._crossing.pack(xs)
         arrived = self._crossing.room(xs)
         # From here on nothing is allocated that can be before: a rank that fails now leaves the others waiting.
@@ -169,16 +158,16 @@ class Exchange(Lockstep):
 
     def finish_hot(self, xs: Tensors, received: Tensor, works: Works) -> list[Tensor]:
         """Return the buffers with the own and the broadcast tokens."""
-        plan, width = self.plan, width_of(xs)
+        plan, width = self.plan, stages.width_of(xs)
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
-        copy(buffers, xs, plan.own)
+        stages.copy(buffers, xs, plan.own)
         self.wait(works.hot, FORWARD)
         # Broadcasts that were received before, as in a checkpoint, were handed on inside the node, too.
         hot = received[: self.sizes(xs)[0]]
         if self._inner is not None and works.next is not None:
             self.wait(self._inner.start(hot, width), FORWARD)
         for owner, message in self._broadcast(hot, width):
-            copy(buffers, views(message, xs), plan.hot_copies[owner])
+            stages.copy(buffers, stages.views(message, xs), plan.hot_copies[owner])
         return buffers
 
     def finish_cold(self, buffers: Tensors, received: Tensor, works: Works) -> None:
@@ -225,11 +214,11 @@ class Exchange(Lockstep):
 
     def start_hot_back(self, grads: Tensors) -> Started:
         """Begin to add up the gradients of broadcast tokens at their owners, from those of the buffers."""
-        width = width_of(grads)
+        width = stages.width_of(grads)
         # A sum over ranks, so in the accumulation type. A token in both parts of the buffer has two gradients to add.
         hot = grads[0].new_zeros(self._counts[0] * width, dtype=accumulator(grads[0]))
         for owner, message in self._broadcast(hot, width):
-            copy(views(message, grads), grads, self.plan.hot_copies[owner][::-1], add=True)
+            stages.copy(stages.views(message, grads), grads, self.plan.hot_copies[owner][::-1], add=True)
         if self._inner is not None:
             self.wait(self._inner.start_back(hot, width)[1], BACKWARD)
         mine, works = self._outer.start_back(self._of_number(hot, width), width)
@@ -244,7 +233,7 @@ class Exchange(Lockstep):
         # In the order of the ranks, so that every run adds alike.
         arrived = [*self._direct.back.arrived(received, grads), *self._crossing.back.arrived(home, grads)]
         if len(mine):
-            arrived.append((views(mine, grads), self.plan.hot[self.plan.rank]))
+            arrived.append((stages.views(mine, grads), self.plan.hot[self.plan.rank]))
         sums = []
         # One tensor after the other, so that only one of them has a sum in the accumulation type.
         for number, x in enumerate(grads):
@@ -252,15 +241,15 @@ class Exchange(Lockstep):
                 total = x.new_zeros(*x.shape[:2], self.plan.n_tokens, x.shape[3], dtype=accumulator(x))
             else:
                 total = own[number].to(accumulator(x))
-            copy([total], [x], self.plan.own[::-1], add=True)
+            stages.copy([total], [x], self.plan.own[::-1], add=True)
             for message, places in arrived:
-                scatter([total], [message[number]], places, add=True)
+                stages.scatter([total], [message[number]], places, add=True)
             sums.append(total.to(x.dtype))
         return sums
 
     def _broadcast(self, hot: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the owner of each broadcast, and its part of the vector."""
-        parts = messages(hot, [n * width for n in self._n_hot])
+        parts = stages.messages(hot, [n * width for n in self._n_hot])
         return ((self._owners[number], message) for number, message in parts)
 
     def _of_number(self, hot: Tensor, width: int) -> Tensor:
@@ -336,9 +325,9 @@ def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor
 
 def _cast_bits(keep: Tensor, number: int) -> Tensor:
     """Exchange bool ``[B, n]``."""
-    exchange, words = by_number[number], (to_bytes(keep),)
+    exchange, words = by_number[number], (stages.to_bytes(keep),)
     (buffer,) = exchange.finish(words, *exchange.start(words, _MASKS))
-    return from_bytes(buffer, len(keep))
+    return stages.from_bytes(buffer, len(keep))
 
 
 def _fake_start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:

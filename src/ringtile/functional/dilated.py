@@ -12,14 +12,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import torch
 from torch import Tensor
 
-from ringtile.functional.attention import (
-    Keywords,
-    check_options,
-    check_whole,
-    checked_tensors,
-    make_call,
-    sparse_attention,
-)
+from ringtile.functional import attention
 from ringtile.functional.parts import Part, Parts, attend_parts
 from ringtile.functional.permute import Strided, pieces
 from ringtile.kernels.contracts import Call
@@ -208,7 +201,7 @@ def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n
         )
 
 
-class _Keywords(Keywords, total=False):
+class _Keywords(attention.Keywords, total=False):
     pattern: Pattern | None
     overlap: Literal["mix", "union"]
 
@@ -304,10 +297,10 @@ def dilated_attention(
     >>> dilated_attention(q, k, v, [128, 256, 512], [1, 2, 4], is_causal=True).shape
     torch.Size([1, 4, 1000, 64])
     """
-    check_whole()
-    query, key, value = checked_tensors(query, key, value, enable_gqa)
+    attention.check_whole()
+    query, key, value = attention.checked_tensors(query, key, value, enable_gqa)
     options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scale": scale, "backend": backend}
-    check_options(query, key, key_mask=key_mask, **options)
+    attention.check_options(query, key, key_mask=key_mask, **options)
     at = checked_branches(segment_lengths, dilation_rates)
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     warn_of_uncovered(at, query.shape[1], key.shape[2] - query.shape[2], query.shape[2])
@@ -315,8 +308,8 @@ def dilated_attention(
         # Segments that do not nest: one sparse pattern over positions.
         more: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "enable_gqa": enable_gqa, **options}
         union = over_positions(at, pattern, overlap)[0]
-        return sparse_attention(query, key, value, union, return_lse=return_lse, **more)
-    call = make_call(query, **options)
+        return attention.sparse_attention(query, key, value, union, return_lse=return_lse, **more)
+    call = attention.make_call(query, **options)
     parts = parts_of(query, key, branches, call, is_masked=key_mask is not None)
     out, lse = attend_parts(query, key, value, Parts(lambda source: parts, key_mask), backend)
     return (out, lse) if return_lse else out

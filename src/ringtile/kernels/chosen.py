@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringtile.kernels import operators
 from ringtile.kernels.contracts import (
     OPTIONAL,
     ROW_NAMES,
@@ -17,22 +18,11 @@ from ringtile.kernels.contracts import (
     lists_backend_of,
     options_of,
 )
-from ringtile.kernels.operators import (
-    apart,
-    fake_backward,
-    fake_forward,
-    is_differentiated,
-    library,
-    register,
-    schema,
-    with_tensors,
-    without_derivative,
-)
 
-_LISTS = f"Tensor indices, Tensor limits, {schema(Call)}"
+_LISTS = f"Tensor indices, Tensor limits, {operators.schema(Call)}"
 
-library.define(f"forward_lists(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)")
-library.define(f"backward_lists({schema(Rows)}, {_LISTS}) -> (Tensor, Tensor, Tensor)")
+operators.library.define(f"forward_lists(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)")
+operators.library.define(f"backward_lists({operators.schema(Rows)}, {_LISTS}) -> (Tensor, Tensor, Tensor)")
 FORWARD_LISTS, BACKWARD_LISTS = torch.ops.ringtile.forward_lists, torch.ops.ringtile.backward_lists
 
 
@@ -56,16 +46,16 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return lists_backend_of(call.backend).backward(rows, lists, call.scale, *_options(call))
 
 
-register("forward_lists", _forward, fake_forward, 5)
-register("backward_lists", _backward, fake_backward, 9)
+operators.register("forward_lists", _forward, operators.fake_forward, 5)
+operators.register("backward_lists", _backward, operators.fake_backward, 9)
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor, Tensor] = BACKWARD_LISTS(*arguments[:9], *with_tensors(*arguments[9:]))
+    grads: tuple[Tensor, Tensor, Tensor] = BACKWARD_LISTS(*arguments[:9], *operators.with_tensors(*arguments[9:]))
     return grads
 
 
-_Backward = without_derivative(
+_Backward = operators.without_derivative(
     _differentiate, "attention over Chosen lists has no second derivative; with backend='reference' it has"
 )
 
@@ -77,7 +67,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = FORWARD_LISTS(*arguments[:5], *with_tensors(*arguments[5:]))
+        found: tuple[Tensor, Tensor] = FORWARD_LISTS(*arguments[:5], *operators.with_tensors(*arguments[5:]))
         return found
 
     @staticmethod
@@ -94,9 +84,9 @@ class _Attention(torch.autograd.Function):
                 return (None,) * (6 + len(rest))
             out_grad = torch.zeros_like(out)
         rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
-        if torch.compiler.is_compiling() or not is_differentiated(*rows):
+        if torch.compiler.is_compiling() or not operators.is_differentiated(*rows):
             # Dynamo traces no Function inside another.
-            grads = BACKWARD_LISTS(*rows, indices, limits, *with_tensors(ctx.call, *rest))
+            grads = BACKWARD_LISTS(*rows, indices, limits, *operators.with_tensors(ctx.call, *rest))
         else:
             grads = _Backward.apply(*rows, indices, limits, ctx.call, *rest)
         return *grads, None, None, None, *(None for _ in rest)
@@ -110,8 +100,8 @@ def attend_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> t
         indices, limits = (x.expand(q.shape[0], *x.shape[1:]) for x in (indices, limits))
     tensors = q, k, v, indices, limits
     call = call._replace(block=lists.block)
-    if not is_differentiated(q, k, v):
+    if not operators.is_differentiated(q, k, v):
         found: tuple[Tensor, Tensor] = FORWARD_LISTS(*tensors, *call)
         return found
-    out, lse = _Attention.apply(*tensors, *apart(call))  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(*tensors, *operators.apart(call))  # type: ignore[no-untyped-call]
     return out, lse

@@ -10,16 +10,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import (
-    Call,
-    Rows,
-    dense_tiles_reason,
-    index_of,
-    is_remapped,
-    lacking,
-    new_out,
-    with_contiguous_rows,
-)
+from ringtile.kernels import contracts
+from ringtile.kernels.contracts import Call, Rows
 from ringtile.kernels.triton.tuning import INTERPRETED
 
 MEASURED_ON = ""
@@ -68,16 +60,16 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     reasons = device_reasons(q) + only_by_name(call)
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:
         reasons.append(f"knows head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")
-    if call.dropout_p and call.block < _SMALLEST_BLOCK and is_remapped(call):
+    if call.dropout_p and call.block < _SMALLEST_BLOCK and contracts.is_remapped(call):
         reasons.append(f"knows dropout of a remapped index in blocks from {_SMALLEST_BLOCK} up, got block={call.block}")
-    return reasons + lacking(call, "softcap", "alibi_slopes") + dense_tiles_reason(q, k, call)
+    return reasons + contracts.lacking(call, "softcap", "alibi_slopes") + contracts.dense_tiles_reason(q, k, call)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` in float32."""
     if not q.shape[:3].numel():
-        index_of(call, q, k)  # raises the same errors as a call with queries
-        return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+        contracts.index_of(call, q, k)  # raises the same errors as a call with queries
+        return contracts.new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
     from ringtile.kernels.triton.plans import run_forward
 
     batch, heads, n_queries, _ = q.shape
@@ -86,7 +78,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     layout = (n_queries * heads * width, width, heads * width, 1)
     out = q.new_empty_strided((batch, heads, n_queries, v.shape[-1]), layout)
     lse = torch.empty((batch, heads, n_queries), dtype=torch.float32, device=q.device)
-    run_forward(call, *map(with_contiguous_rows, (q, k, v)), out, lse)
+    run_forward(call, *map(contracts.with_contiguous_rows, (q, k, v)), out, lse)
     return out, lse
 
 
@@ -98,7 +90,7 @@ def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     from ringtile.kernels.triton.plans import run_backward
 
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    q, k, v, out_grad, out = map(with_contiguous_rows, (q, k, v, out_grad, out))
+    q, k, v, out_grad, out = map(contracts.with_contiguous_rows, (q, k, v, out_grad, out))
     lse, lse_grad = lse.contiguous(), None if lse_grad is None else lse_grad.float().contiguous()
     run_backward(call, q, k, v, out_grad, lse_grad, out, lse, *grads)
     return grads

@@ -1,7 +1,5 @@
 """The `ringtile` command: parse a command line and run its verb."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

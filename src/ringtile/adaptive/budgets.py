@@ -1,7 +1,5 @@
 """Budgets: how many of the best tiles each row keeps. No row decides about another."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Choose tiles by scores and a budget."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import TypedDict, Unpack

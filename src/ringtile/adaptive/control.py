@@ -1,7 +1,5 @@
 """Hold a quality: choose each head's threshold by the exact attention of a few rows."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Literal

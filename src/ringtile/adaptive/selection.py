@@ -1,7 +1,5 @@
 """Attention over the tiles that scores and a budget choose."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor, nn

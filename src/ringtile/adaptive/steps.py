@@ -1,7 +1,5 @@
 """Steps of one query over growing keys: scores read a box per tile, which is made once, when the tile is complete."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """LongNet's dilated attention over tokens that the ranks of a process group share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

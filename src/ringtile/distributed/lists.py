@@ -1,7 +1,5 @@
 """Attention over lists of keys per query, `Chosen`, after a gather: the buffer of a rank holds all keys in order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

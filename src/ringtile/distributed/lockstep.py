@@ -5,8 +5,6 @@ bytes are a message of their own, of one size whatever the call, and come first.
 its first exchange.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

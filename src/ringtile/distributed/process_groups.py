@@ -1,7 +1,5 @@
 """What PyTorch knows of a process group, some of it by private names: its store, its timeout, the kind of a work."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar

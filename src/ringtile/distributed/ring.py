@@ -4,8 +4,6 @@ Parts are merged by lse in float32 or better. The gradients of the keys travel w
 float32 or better.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 On a mesh with two dimensions the ranks of a row exchange heads, and then hold the tokens of the whole row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import gcd

@@ -1,7 +1,5 @@
 """The protocol of ``attend=``: what computes the attention of a module, and what a module asks of it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """Lists of keys as kernels take them, from a rule with `Chosen`: sorted, each once, and cut by the rest of the rule."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

@@ -1,7 +1,5 @@
 """LongNet's dilated attention, by permuting tokens into dense segments."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Merge attention over parts of the keys."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import reduce

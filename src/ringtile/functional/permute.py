@@ -5,8 +5,6 @@ the *offset* ``head % dilation``. Heads of neighboring offsets that keep equally
 whole segments. Shape letters: ``B`` batch, ``H`` heads, ``N`` tokens, ``S`` segments, ``L`` kept tokens of a segment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

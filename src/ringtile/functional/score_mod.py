@@ -1,7 +1,5 @@
 """FlexAttention's ``score_mod`` as options of `sparse_attention`: read from the operations that it is made of."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from enum import Enum, auto

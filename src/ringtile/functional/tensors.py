@@ -1,7 +1,5 @@
 """What is asked of a tensor before any work: whether it has plain memory of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter

@@ -1,7 +1,5 @@
 """The block index: the tiles that a pattern keeps, as tensors, with counts and all functions of an index as methods."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import torch

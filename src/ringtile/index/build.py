@@ -1,7 +1,5 @@
 """Build the block index of a pattern, in time and memory proportional to the candidate tiles, and cache it."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

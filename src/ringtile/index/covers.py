@@ -1,7 +1,5 @@
 """The tiles that a pattern may keep, from its cover: candidates for an index, counts and needs without one."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 

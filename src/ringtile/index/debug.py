@@ -1,7 +1,5 @@
 """An index as a matrix, as text and as an error: what you read, and kernels expect, to see that it is right."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

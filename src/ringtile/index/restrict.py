@@ -1,7 +1,5 @@
 """Some tiles of an index, as another index: without patterns, hashing or loops over tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple

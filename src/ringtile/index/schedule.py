@@ -1,7 +1,5 @@
 """Values that kernels derive from an index once: the order of its rows and columns, and their own."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

@@ -4,8 +4,6 @@ Shapes: ``G`` groups of equal (batch element, head), ``R`` row tiles, ``C`` colu
 ``b`` the block, ``w = ceil(b / 32)`` words per tile row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar

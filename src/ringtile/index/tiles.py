@@ -1,7 +1,5 @@
 """Tile bitmaps: the element rule of a pattern, evaluated once per distinct tile and packed into words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The operators of attention over lists of keys per query: schema, fake tensors, vmap, autograd."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Shapes: ``B`` batch, ``H`` query heads, ``Hkv`` key heads, ``Nq`` queries, ``Nk`
 kept pairs come either as the tensors of a `BlockIndex` or as pattern text, which means the same in another process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

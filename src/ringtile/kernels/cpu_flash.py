@@ -4,8 +4,6 @@ Queries are ``[.., H, m, D]``, keys ``[.., G, l, D]``. An empty row returns 0 wi
 rows are empty.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

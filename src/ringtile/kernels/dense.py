@@ -3,8 +3,6 @@
 Elsewhere, `blockwise` computes such calls.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

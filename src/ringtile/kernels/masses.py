@@ -1,7 +1,5 @@
 """The attention that rows pay to segments of keys: the forward pass without values, pooled over groups of rows."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

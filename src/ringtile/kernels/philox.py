@@ -6,8 +6,6 @@ counter is ``(key // 32 * 4 + key // 2 % 4, query, head, batch)`` and key ``k`` 
 half of word ``k // 8 % 4``. One call serves 8 keys, and 4 calls serve 32 neighbors.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Tensors of equal shapes, strides and dtypes that attend by one rule differ in th
 tokens, checks and the search for an index would take as long as its scores.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable

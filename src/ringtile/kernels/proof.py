@@ -3,8 +3,6 @@
 Tensors are ``[B, H, N, D]``. ``kept`` is bool and broadcasts to ``[B, H, Nq, Nk]``. An empty row has weights of zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The reference: dense masked softmax in float64, from the element rule of a pattern."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

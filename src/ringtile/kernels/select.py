@@ -1,7 +1,5 @@
 """Choose the backend of a call, and report why the others do not support it."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

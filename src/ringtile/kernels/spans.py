@@ -1,7 +1,5 @@
 """Named spans of time for torch.profiler. They cost almost no time unless you profile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What Dynamo does not trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

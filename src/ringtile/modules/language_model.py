@@ -1,7 +1,5 @@
 """A language model that generates with a cache."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

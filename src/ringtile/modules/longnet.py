@@ -1,7 +1,5 @@
 """LongNet as the attention of a transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

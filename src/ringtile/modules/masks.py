@@ -1,7 +1,5 @@
 """Read PyTorch's attention masks, in which True or -inf means that a pair is dropped."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Rotary position embeddings for queries and keys."""
 
-from __future__ import annotations
-
 import math
 
 import torch

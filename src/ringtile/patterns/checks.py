@@ -1,7 +1,5 @@
 """Checks of the numbers that a pattern is made of."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Tensors that compare and hash by value, so that patterns made of tensors can be cache keys."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """Packed documents: attention stays inside each document."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

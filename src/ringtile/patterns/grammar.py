@@ -1,7 +1,5 @@
 """Parser of the pattern texts of the command line. The inverse is ``repr``."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable

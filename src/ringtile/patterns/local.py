@@ -1,7 +1,5 @@
 """Patterns of nearby keys, of keys at a fixed stride, of the first keys and of segments."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import gcd

@@ -1,7 +1,5 @@
 """Dense masks: their pattern, stored as the bits of distinct tiles, and what they were read as."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar

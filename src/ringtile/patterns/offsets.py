@@ -4,8 +4,6 @@ With ``D = query // unit - key // unit``, a term keeps the pairs for which D is 
 ``-right <= D <= left``. A rule keeps the pairs of all its terms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Compositions from papers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_

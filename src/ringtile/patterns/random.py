@@ -1,7 +1,5 @@
 """Random blocks, drawn by a counter-based generator, so that they depend only on their own numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

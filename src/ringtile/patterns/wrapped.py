@@ -1,7 +1,5 @@
 """Patterns of other patterns' heads or positions: one per head, some heads, places in segments, another origin."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

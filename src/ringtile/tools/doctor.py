@@ -1,7 +1,5 @@
 """`ringtile doctor`: versions, devices, and for each backend the reasons against it."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The machine of a measurement: versions, processor, threads, devices."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

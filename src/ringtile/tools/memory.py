@@ -1,7 +1,5 @@
 """Peak memory of one forward and backward pass, beyond inputs, outputs and gradients."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

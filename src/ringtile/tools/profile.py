@@ -1,7 +1,5 @@
 """`ringtile profile`: the time of each phase of a call, for a first and for a second call."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

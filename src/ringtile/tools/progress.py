@@ -5,8 +5,6 @@ for job in progress.through(jobs, name, cost):    shows "3/12 name  40 s left" b
     progress.say(result_of(job))                  a result line, which takes the place of the live line
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time

@@ -1,7 +1,5 @@
 """`ringtile show`: draw a pattern at one length and print its density, memory and work."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The cost of a block index: densities, bytes, floating-point operations, longest lists."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ A sample is what a function returns, so it can be seconds, or several times of o
 such as a switch to another attention, is done in the function before it looks at the clock.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar

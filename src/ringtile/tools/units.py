@@ -1,7 +1,5 @@
 """Counts, times, sizes and errors as text."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """`PlanMismatch` and `RankLost`, and their lines: which ranks, and what differs between them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

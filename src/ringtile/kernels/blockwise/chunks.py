@@ -4,8 +4,6 @@ Shapes: ``H`` query heads and ``G`` key heads (times batch elements), ``n`` row 
 part, ``D`` the head dim.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Let P be the weights, dP = out_grad v^T and dS = P (dP - delta). The cotangents 
 X = scale (q_cot k^T + q k_cot^T). We read each part twice: first for sums over full rows, then for the gradients.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The forward pass: parts of a softmax, merged row tile by row tile."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Attention over lists of keys per query: the keys of a few queries are gathered, then multiplied by plain matmuls."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import product

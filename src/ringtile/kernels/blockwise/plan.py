@@ -4,8 +4,6 @@ Rows whose lists have as many partial and as many full tiles go into one batched
 with equal tiles share one mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Masked scores of one part by plain matmuls: for dropout, softcap, ALiBi, second derivatives and other devices."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

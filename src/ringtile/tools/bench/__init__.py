@@ -1,7 +1,5 @@
 """`ringtile bench`: sparse attention and its baselines on the same problems, correctness first, then time."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The correctness check: one problem's inputs, its results in float64, and the errors that are allowed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

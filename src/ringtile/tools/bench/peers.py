@@ -1,7 +1,5 @@
 """The peers of a benchmark: ringtile, and the other ways to compute the same attention in PyTorch."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ kept. A partial tile counts the parts that the kernel computes: the tokens that 
 other side from the first to the last that any of them keeps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The record of `ringtile bench`: one row per peer, problem and direction, and comparisons of rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """The cheapest layout of ranks for the layers of a model, by the model of time in `cost`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Links: messages of several sizes, from each process to the next at the same time
 (Hockney, 1994). Attention, copies and calls: all processes at once, because cores that share a cache slow each other.
 """
 
-from __future__ import annotations
-
 import datetime
 import multiprocessing
 import signal

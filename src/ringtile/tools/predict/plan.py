@@ -1,7 +1,5 @@
 """`ringtile plan`: predict what attention over many ranks costs, per layout and transport."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap

@@ -1,7 +1,5 @@
 """`ringtile quality`: how much of a model's quality sparse attention keeps, text by text."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ringtile quality --calibrate`: one threshold for a model's heads, from one forward pass, in a JSON file."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

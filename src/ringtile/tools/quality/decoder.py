@@ -1,7 +1,5 @@
 """A causal language model of Hugging Face transformers, its texts, and its losses."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from functools import cached_property, partial

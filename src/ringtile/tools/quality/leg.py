@@ -1,7 +1,5 @@
 """The decoder leg: what adaptive attention changes in a causal language model of Hugging Face transformers."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Token sequences with a far copy and far needles, made of texts that every Python has, or of yours."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.metadata

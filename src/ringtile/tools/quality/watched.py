@@ -1,7 +1,5 @@
 """Adaptive attention that is watched: the densities, exact scores and recall of its calls."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

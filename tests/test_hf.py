@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import DECODER
+from tiny import BIASED, DECODER, MODELS
 from tiny import hf as transformers
 
 from ringtile import cli
@@ -205,7 +205,7 @@ def test_a_name_is_asked_for_once(capsys, monkeypatch):
         raise OSError("stop")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", out_of_reach)
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", load)
     wanted = "MODEL: 'owner/model' is no local file or folder, and the hub gave none"
     assert cli.main(["hf", "owner/model"]) == 2
     assert capsys.readouterr().err == f"ringtile: error: {wanted}: no network\n"
@@ -215,6 +215,88 @@ def test_a_name_is_asked_for_once(capsys, monkeypatch):
     assert cli.main(["hf", "owner/model"]) == 2
     assert capsys.readouterr().err == f"ringtile: error: {wanted}: stop\n"
     assert loads == [True]
+
+
+KINDS = {"T5": 8, "BART": 8, "Whisper": None, "ModernBERT": None, "RoBERTa": None, "DeBERTa-v2": None, "MPNet": None}
+SPEECH = "Parakeet", "w2v-BERT", "wav2vec2-conformer", "WavLM"
+KINDS |= dict.fromkeys(SPEECH)
+"""Models that are no decoders alone, and how many tokens they generate from a text."""
+
+
+def written(name: str, folder: Path, with_class: bool = True) -> str:
+    """Write the config of a model, and return the name of its class."""
+    made, config = (BIASED | MODELS)[name]()
+    config.architectures = [made.__name__] if with_class else None
+    config.save_pretrained(folder)
+    return str(made.__name__)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning")
+def test_every_kind_of_model_is_checked_and_measured(name, config, capsys):
+    kind = written(name, config)
+    record = record_of(["--random-weights", str(config), "--tokens", "90", "--rounds", "1", "--peers", "eager"], capsys)
+    assert f": {kind}, " in record["model"]
+    of_text = "Python's documentation (pydoc_data.topics), one token per byte"
+    assert record["text"] == {"Whisper": f"random sound, and {of_text}"}.get(
+        name, "random sound" if name in SPEECH else of_text
+    )
+    eager, ours = record["entrants"]
+    assert [check["what"] for check in ours["checks"]] == ["outputs", "gradients"]
+    assert all(check["error"] <= 5e-6 < check["bound"] for check in ours["checks"])
+    # Something differs from eager attention, so ringtile has run.
+    assert any(check["error"] > 0 for check in ours["checks"])
+    assert (ours["same_tokens"], ours["greedy_tokens"]) == (KINDS[name], KINDS[name])
+    assert ours["loss"] is None
+    for timing in (*eager["passes"].values(), *ours["passes"].values()):
+        assert len(timing["seconds"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("T5", "T5ForConditionalGeneration"),
+        ("RoBERTa", "RobertaForMaskedLM"),
+        ("Whisper", "WhisperForConditionalGeneration"),
+    ],
+)
+def test_a_model_without_a_class_has_the_first_that_fits(name, kind, tmp_path, capsys):
+    written(name, tmp_path, with_class=False)
+    words = ["--random-weights", str(tmp_path), "--tokens", "40", "--rounds", "1", "--peers", "--passes", "prefill"]
+    assert f": {kind}, " in record_of(words, capsys)["model"]
+
+
+def test_weights_of_an_encoder_are_loaded(tmp_path, capsys):
+    made, config = MODELS["RoBERTa"]()
+    model = made._from_config(config)
+    model.roberta.save_pretrained(tmp_path)
+    words = [str(tmp_path), "--tokens", "40", "--rounds", "1", "--peers", "--passes", "prefill"]
+    assert ": RobertaModel, " in record_of(words, capsys)["model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "complaint"),
+    [
+        ("ViT", [], "MODEL: expected one that reads text, spectra or samples, got ViTModel, pixel_values"),
+        ("Whisper", ["--tokens", "150"], "MODEL: refused 150 tokens: "),
+        ("T5", ["--pattern", "window(9)"], "pattern: expected a function of the attention module for a model with"),
+        ("DeBERTa-v2", ["--pattern", "window(9)"], "--pattern: expected a model that asks transformers for its masks"),
+    ],
+)
+def test_what_a_kind_of_model_cannot_do_is_one_line(name, words, complaint, tmp_path, capsys):
+    written(name, tmp_path)
+    assert cli.main(["hf", "--random-weights", str(tmp_path), "--tokens", "40", "--passes", "prefill", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith(f"ringtile: error: {complaint}")
+
+
+def test_a_pattern_of_an_encoder_is_measured(config, capsys):
+    written("ModernBERT", config)
+    words = ["--random-weights", str(config), "--tokens", "90", "--rounds", "1", "--peers", "--pattern", "window(5)"]
+    ours, sparse = record_of(words, capsys)["entrants"]
+    for check_of in (ours["checks"], sparse["checks"]):
+        assert all(check["error"] <= 5e-6 for check in check_of)
 
 
 def test_a_model_without_attention_is_one_line(tmp_path, capsys):

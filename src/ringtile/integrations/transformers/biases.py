@@ -276,14 +276,7 @@ def _attend_deberta(
     return _attend(module, (query, key, value), attention_mask, scale, module.dropout.p, scores, {}), None
 
 
-def _attend_wavlm(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    index: int = 0,
-    **options: Any,
-) -> tuple[Tensor, None, Tensor]:
+def _attend_wavlm(module: Any, hidden_states: Tensor, attention_mask: Any, position_bias: Any, **options: Any) -> Any:
     # Layers share the weight of the first one.
     weight = module.rel_attn_embed.weight if position_bias is None else position_bias
     query, key, value = _heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
@@ -304,18 +297,12 @@ def _bias_mpnet(encoder: Any, x: Tensor, *given: Any) -> Callable[..., Any]:
     return _biased(Relative.t5(encoder.relative_attention_bias.weight[:32], n, n, bidirectional=True))
 
 
-def _attend_mpnet(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_bias: Any = None,
-    output_attentions: bool = False,
-    **options: Any,
-) -> tuple[Tensor]:
-    options |= {"output_attentions": output_attentions, "is_causal": False}
-    heads = _heads(hidden_states, module.attention_head_size, module.q, module.k, module.v)
-    scale = module.attention_head_size**-0.5
-    return (module.o(_attend(module, heads, attention_mask, scale, module.dropout.p, position_bias, options)),)
+def _attend_mpnet(module: Any, x: Tensor, mask: Tensor, scores: Any, output_attentions: bool = False) -> tuple[Tensor]:
+    options = {"output_attentions": output_attentions, "is_causal": False}
+    heads = _heads(x, module.attention_head_size, module.q, module.k, module.v)
+    return (
+        module.o(_attend(module, heads, mask, module.attention_head_size**-0.5, module.dropout.p, scores, options)),
+    )
 
 
 @torch.compiler.disable(reason="masks of shifted windows need an index that is built outside graphs")  # type: ignore[untyped-decorator]
@@ -323,19 +310,13 @@ def _shifted(mask: Tensor, windows: int) -> Pattern:
     return from_mask((mask == 0).repeat(windows // len(mask), 1, 1).unsqueeze(1))
 
 
-def _attend_swin(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    output_attentions: bool = False,
-    **options: Any,
-) -> tuple[Tensor, ...]:
+def _attend_swin(module: Any, x: Tensor, mask: Any = None, output_attentions: bool = False, **options: Any) -> Any:
     """Return the output of the attention of Swin, of its second version, or of their copies."""
     is_new, is_cosine = hasattr(module, "o_proj"), hasattr(module, "logit_scale")
     owner = module.relative_position_bias if is_new else module
     names = ("q_proj", "k_proj", "v_proj") if is_new else ("query", "key", "value")
-    head_dim = hidden_states.shape[-1] // module.num_attention_heads
-    query, key, value = _heads(hidden_states, head_dim, *(getattr(module, name) for name in names))
+    head_dim = x.shape[-1] // module.num_attention_heads
+    query, key, value = _heads(x, head_dim, *(getattr(module, name) for name in names))
     if is_cosine:
         table = 16 * module.continuous_position_bias_mlp(module.relative_coords_table).sigmoid().flatten(0, -2)
         length = module.logit_scale.clamp(max=math.log(100)).exp()
@@ -345,11 +326,11 @@ def _attend_swin(
     # They count offsets from the key to the query.
     sizes = [2 * size - 1 for size in owner.window_size]
     bias = Grid(table.flip(0).T.reshape(-1, *sizes), owner.window_size)
-    mask = _mask(None, hidden_states, None if attention_mask is None else _shifted(attention_mask, len(query)))
+    mask = _mask(None, x, None if mask is None else _shifted(mask, len(query)))
     options["output_attentions"] = output_attentions
     dropout = module.attention_dropout if is_new else module.dropout.p
     out = _attend(module, (query, key, value), mask, scale, dropout, _biased(bias), options)
-    return (module.o_proj(out), None) if is_new else (out,)  # type: ignore[return-value]
+    return (module.o_proj(out), None) if is_new else (out,)
 
 
 _T5 = "T5 MT5 UMT5 LongT5 SwitchTransformers Pop2Piano Pix2StructText".split()

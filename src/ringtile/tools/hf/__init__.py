@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-weights", type=Path, metavar="CONFIG",
         help="a config.json or its folder, instead of MODEL: random weights, and one token per byte",
     )  # fmt: skip
-    add("--tokens", type=count, default=4096, metavar="N", help="sequence length (default: 4096)")
+    add("--tokens", type=count, default=4096, metavar="N", help="sequence length, or frames of sound (default: 4096)")
     add("--pattern", help="also measure the model with the pairs that this pattern and its own mask keep")
     add("--text", type=Path, metavar="FILE", help="text for the loss (default: Python's own documentation)")
     add("--dtype", choices=DTYPES, default="float32", help="dtype of weights and activations (default: float32)")

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -73,8 +74,10 @@ def eager_masks(pattern: Pattern | None, heads: int) -> Iterator[None]:
     if pattern is None:
         yield
         return
+    asked = []
 
     def sparse_mask(*args: Any, **options: Any) -> Tensor:
+        asked.append(options)
         options["allow_is_bidirectional_skip"] = False
         mask: Tensor = eager_mask(*args, **options)
         # A sliding cache has dropped the keys before kv_offset.
@@ -92,26 +95,37 @@ def eager_masks(pattern: Pattern | None, heads: int) -> Iterator[None]:
         yield
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    if not asked:
+        raise ValueError("--pattern: expected a model that asks transformers for its masks, got one that makes its own")
 
 
-@torch.no_grad()
-def logits(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the logits ``[positions, V]`` in float32."""
-    found: Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=positions).logits
-    return found[0].float()
+def is_causal(model: Any) -> bool:
+    """Return True for a language model whose logits are those of the next token, without an encoder."""
+    return "logits_to_keep" in signature(model.forward).parameters and not model.config.is_encoder_decoder
 
 
-@torch.no_grad()
-def prefill(model: Any, ids: Tensor) -> Tensor:
-    """Return the logits of the last token, as the beginning of generation does."""
-    found: Tensor = model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1).logits
+def _outputs(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    """Return the first output. The options are those of a causal model."""
+    found: Tensor = model(**inputs, **(options if is_causal(model) else {}))[0]
     return found
 
 
-def training_loss(model: Any, ids: Tensor) -> Tensor:
-    """Return the model's own loss on all tokens, for a backward pass."""
-    found: Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, labels=ids).loss
-    return found
+@torch.no_grad()
+def logits(model: Any, inputs: dict[str, Tensor], positions: Tensor) -> Tensor:
+    """Return the logits ``[positions, V]`` in float32, or all outputs ``[N, D]`` of a model that is not causal."""
+    return _outputs(model, inputs, use_cache=False, logits_to_keep=positions).float().flatten(0, -2)
+
+
+@torch.no_grad()
+def prefill(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the logits of the last token, as the beginning of generation does, or all outputs."""
+    return _outputs(model, inputs, logits_to_keep=1)
+
+
+def training_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the model's own loss on all tokens, for a backward pass, or the mean square of the outputs."""
+    found = _outputs(model, inputs, use_cache=False, labels=inputs.get("input_ids"))
+    return found if is_causal(model) else found.float().square().mean()
 
 
 def gradients(model: Any, loss: Tensor) -> list[Tensor]:
@@ -152,4 +166,5 @@ def greedy(model: Any, ids: Tensor) -> Tensor:
     n_new = min(NEW_TOKENS, ids.shape[1] - prompt.shape[1])
     options = {"do_sample": False, "min_new_tokens": n_new, "max_new_tokens": n_new}
     found: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    return found[0, prompt.shape[1] :]
+    # A decoder with an encoder begins anew.
+    return found[0, -n_new:]

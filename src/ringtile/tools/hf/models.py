@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from ringtile.integrations.transformers import register
+from ringtile.integrations.transformers.registry import parts_of
 from ringtile.tools.units import first_line
+
+_KINDS = "Seq2SeqLM", "SpeechSeq2Seq", "MaskedLM", "CTC", "CausalLM", "SequenceClassification"
+_FEATURES = "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel"
+"""Fields of configs that have the numbers of a spectrum."""
 
 
 class Loaded(NamedTuple):
-    """A causal language model in float32 with eager attention, and a text."""
+    """A model in float32 with eager attention, and what it reads."""
 
     name: str
     model: Any
@@ -24,6 +29,35 @@ class Loaded(NamedTuple):
     """``[1, N]`` int64, the tokens of the text."""
     text: str
     """The source of the tokens."""
+
+    @property
+    def reads_text(self) -> bool:
+        return bool(self.model.main_input_name == "input_ids")
+
+    def inputs(self, n_tokens: int) -> dict[str, Tensor]:
+        """Return the arguments of the model for the first tokens, or for as many frames of random sound."""
+        ids, name = self.ids[:, :n_tokens], self.model.main_input_name
+        of_text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found = of_text if self.reads_text else {name: _sound(self.model, n_tokens)}
+        return found | ({"decoder_input_ids": ids} if self.model.config.is_encoder_decoder else {})
+
+
+def _sound(model: Any, n_frames: int) -> Tensor:
+    """Return random numbers for a model of speech: spectra, or samples, several of which are a frame."""
+    config, name = model.config, model.main_input_name
+    configs = [config, *(part.config for part in parts_of(model))]
+    sizes = [getattr(each, field) for each in configs for field in _FEATURES if hasattr(each, field)]
+    shape: tuple[int, ...]
+    if config.model_type == "whisper":
+        # It reads half a minute at once.
+        shape = 1, config.num_mel_bins, 2 * config.max_source_positions
+    elif name == "input_features" and sizes:
+        shape = 1, n_frames, sizes[0]
+    elif name == "input_values" and hasattr(config, "inputs_to_logits_ratio"):
+        shape = 1, (n_frames + 1) * config.inputs_to_logits_ratio
+    else:
+        raise ValueError(f"MODEL: expected one that reads text, spectra or samples, got {type(model).__name__}, {name}")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.dtype)
 
 
 def _attempt(what: str, load: Callable[[], Any]) -> Any:
@@ -63,7 +97,7 @@ def _ask_hub(name: str) -> bool:
 
 
 class Source(NamedTuple):
-    """A causal language model in float32 with eager attention, and its tokenizer."""
+    """A model in float32 with eager attention, and its tokenizer."""
 
     name: str
     model: Any
@@ -71,7 +105,24 @@ class Source(NamedTuple):
     """The token ids of a text, or None if there is no tokenizer."""
 
 
-def load_model(source: str | None, random_weights: Path | None, n_tokens: int, seed: int = 0) -> Source:
+def attention_config(model: Any) -> Any:
+    """Return the config of a model, or of its first part, that has a number of heads, or None."""
+    configs = [part.config.get_text_config() for part in parts_of(model)]
+    return next((config for config in configs if hasattr(config, "num_attention_heads")), None)
+
+
+def _loader(transformers: Any, config: Any) -> Any:
+    """Return the class of transformers that loads the class that a config names, or the first that fits it."""
+    loaders = [getattr(transformers, f"AutoModelFor{kind}") for kind in _KINDS] + [transformers.AutoModel]
+    fitting = [loader for loader in loaders if type(config) in loader._model_mapping]
+    kinds = [getattr(loader._model_mapping[type(config)], "__name__", "") for loader in fitting]
+    named = [x for x, kind in zip(fitting, kinds, strict=True) if kind in (config.architectures or ())]
+    return [*named, *fitting, transformers.AutoModel][0]
+
+
+def load_model(
+    source: str | None, random_weights: Path | None, n_tokens: int, seed: int = 0, only_causal: bool = True
+) -> Source:
     """Load a folder of ``save_pretrained``, a GGUF file, a name on the hub, or a ``config.json`` or its folder."""
     if (source is None) == (random_weights is None):
         raise ValueError("MODEL: expected a model or --random-weights CONFIG, got " + ("both" if source else "neither"))
@@ -86,11 +137,13 @@ def load_model(source: str | None, random_weights: Path | None, n_tokens: int, s
     transformers = _quiet_transformers()
     # Weights are cast later: the check needs them in float32.
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    loader = transformers.AutoModelForCausalLM
     if random_weights is not None:
         what, name, source = "--random-weights", f"random weights of {random_weights}", str(random_weights)
         config = _attempt(what, lambda: transformers.AutoConfig.from_pretrained(source))
         torch.manual_seed(seed)
-        model = _attempt(what, lambda: transformers.AutoModelForCausalLM.from_config(config, **options))
+        loader = loader if only_causal else _loader(transformers, config)
+        model = _attempt(what, lambda: loader.from_config(config, **options))
     else:
         assert source is not None
         what, name = "MODEL", source
@@ -101,14 +154,16 @@ def load_model(source: str | None, random_weights: Path | None, n_tokens: int, s
             source, where = str(path.parent), {"gguf_file": path.name}
         elif not path.exists():
             what = f"MODEL: {source!r} is no local file or folder, and the hub gave none"
-        load_it = transformers.AutoModelForCausalLM.from_pretrained
-        model = _attempt(what, lambda: load_it(source, **where, **options))
-    config = model.config.get_text_config()
-    if not hasattr(config, "num_attention_heads"):
+        if not only_causal and not path.is_file():
+            config = _attempt(what, lambda: transformers.AutoConfig.from_pretrained(source, **where))
+            loader = _loader(transformers, config)
+        model = _attempt(what, lambda: loader.from_pretrained(source, **where, **options))
+    config = attention_config(model)
+    if config is None:
         raise ValueError(f"{what}: expected a model with attention, got {type(model).__name__}")
     # Beyond its positions a model computes something, but not what it was trained for.
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and n_tokens > longest:
+    if longest is not None and n_tokens > longest and model.main_input_name == "input_ids":
         raise ValueError(f"--tokens: expected at most {longest}, the model's max_position_embeddings, got {n_tokens}")
     encode = None if random_weights is not None else _tokenizer(transformers, source, where)
     return Source(name, model.eval(), encode)
@@ -131,15 +186,18 @@ def load(
     words, title = python_manual(), "Python's documentation (pydoc_data.topics)"
     if text is not None:
         words, title = read_text(text), str(text)
-    name, model, encode = load_model(source, random_weights, n_tokens, seed)
-    if encode is None:
+    name, model, encode = load_model(source, random_weights, n_tokens, seed, only_causal=False)
+    # transformers makes an empty tokenizer for some models without one.
+    if encode is None or not encode("a"):
         title += ", one token per byte"
-        vocab_size = model.config.get_text_config().vocab_size
+        vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or 256
         found = [byte % vocab_size for byte in words.encode()[:n_tokens]]
     else:
         found = encode(words[: 16 * n_tokens])[:n_tokens]
     if len(found) < n_tokens:
         raise ValueError(f"--tokens: expected at most {len(found)}, the length of {title}, got {n_tokens}")
+    if model.main_input_name != "input_ids":
+        title = "random sound" + f", and {title}" * model.config.is_encoder_decoder
     return Loaded(name, model, torch.tensor([found]), title)
 
 

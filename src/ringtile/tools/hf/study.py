@@ -15,7 +15,7 @@ from torch import Tensor
 from ringtile.patterns import Pattern
 from ringtile.tools.hf import check
 from ringtile.tools.hf.check import EAGER, FLOAT32_BOUND, LOW_PRECISION, RINGTILE, gradients, switch, training_loss
-from ringtile.tools.hf.models import Loaded
+from ringtile.tools.hf.models import Loaded, attention_config
 from ringtile.tools.memory import peak_memory
 from ringtile.tools.plot import BLUE, GREY, NOTE, picture
 from ringtile.tools.progress import Progress
@@ -84,8 +84,9 @@ class Study:
     ) -> None:
         self.loaded, self.pattern, self.dtype, self.passes, self.rounds = loaded, pattern, dtype, passes, rounds
         self.model = loaded.model
-        config = self.model.config.get_text_config()
-        self.vocab_size: int = config.vocab_size
+        config = attention_config(self.model)
+        self.is_causal = check.is_causal(self.model)
+        self.vocab_size: int = config.vocab_size if self.is_causal else 1
         self.heads: int = config.num_attention_heads
         self.layers: int = config.num_hidden_layers
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -130,12 +131,15 @@ class Study:
         self._check()
         if self.complaints:
             return
-        self._losses()
-        self._greedy()
+        if self.is_causal:
+            self._losses()
+        if self.loaded.reads_text and self.model.can_generate():
+            self._greedy()
+        inputs = self.loaded.inputs(self.loaded.ids.shape[1])
         if PREFILL in self.passes:
-            self._measure(PREFILL, partial(check.prefill, self.model, self.loaded.ids), None)
+            self._measure(PREFILL, partial(check.prefill, self.model, inputs), None)
         if TRAINING in self.passes:
-            forward, backward = partial(training_loss, self.model, self.loaded.ids), partial(gradients, self.model)
+            forward, backward = partial(training_loss, self.model, inputs), partial(gradients, self.model)
             self._measure(TRAINING, forward, backward)
 
     def _check(self) -> None:
@@ -153,16 +157,16 @@ class Study:
                     break
 
     def _checks(self, entrant: Entrant) -> Iterator[Check]:
-        ids = self.loaded.ids[:, : self.checked_tokens]
+        n, inputs = self.checked_tokens, self.loaded.inputs
         # For its backward pass, eager attention keeps the scores of all layers.
-        few = ids[:, : check.tokens_for_eager(ids.shape[1], self.heads * self.layers)]
-        at = check.checked_positions(ids.shape[1], self.vocab_size)
+        few = check.tokens_for_eager(n, self.heads * self.layers)
+        at, what = check.checked_positions(n, self.vocab_size), "logits" if self.is_causal else "outputs"
         computed: list[tuple[str, int, Callable[[], list[Tensor]], Callable[[list[Tensor], list[Tensor]], float]]] = [
-            ("logits", len(at), lambda: [check.logits(self.model, ids, at)], check.worst_error)
+            (what, len(at), lambda: [check.logits(self.model, inputs(n), at)], check.worst_error)
         ]
         if TRAINING in self.passes:
             computed.append((
-                "gradients", few.shape[1], lambda: gradients(self.model, training_loss(self.model, few)),
+                "gradients", few, lambda: gradients(self.model, training_loss(self.model, inputs(few))),
                 check.gradient_error,
             ))  # fmt: skip
         expected: dict[str, list[Tensor]] = {}
@@ -173,7 +177,10 @@ class Study:
                 self.progress.show(f"check the {what} of {entrant.name}")
                 with check.eager_masks(self._pattern(entrant), self.heads):
                     switch(self.model, EAGER)
-                    eager = compute()
+                    try:
+                        eager = compute()
+                    except (IndexError, RuntimeError, TypeError) as refusal:
+                        raise ValueError(f"MODEL: refused {tokens} tokens: {first_line(refusal)}") from None
                 # The first dtype is float32, so its eager results are the reference of all.
                 reference = expected.setdefault(what, eager)
                 self._switch(entrant)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
-from compiled import compile_choice  # noqa: E402
+from compiled import SHARED_BYTES, Compiled, compile_choice  # noqa: E402
 from flex_static import BLOCK, HEADS, MASKS, TOKENS, compiled  # noqa: E402
 from sass_model import Machine, cycles, facts, machine_code  # noqa: E402
 
 from ringtile import build_index  # noqa: E402
-from ringtile.kernels.contracts import Call  # noqa: E402
-from ringtile.kernels.triton import launches  # noqa: E402
+from ringtile.kernels.contracts import Call, Lists, Rows  # noqa: E402
+from ringtile.kernels.triton import launches, list_launches  # noqa: E402
 from ringtile.patterns import parse  # noqa: E402
 from ringtile.tools.machine import commit, versions  # noqa: E402
 
@@ -46,6 +47,14 @@ PATTERNS = {
     "LongNet": "longnet_union([2048, 8192], [1, 4])",
 }
 """The patterns of 131,072 tokens whose tiles we count. FlexAttention's rules for them are in `flex_static.MASKS`."""
+
+LAYERS = {
+    "DeepSeek-V3.2, absorbed: 128 heads on one of 576 and 512, keys": (128, 1, 576, 512, 1, 1, 2048),
+    "DeepSeek-V3.2: 128 key heads of 192 and 128, keys": (128, 128, 192, 128, 1, 1, 2048),
+    "MiniMax-M3: 64 heads on 4 of 128, blocks of 128 keys": (64, 4, 128, 128, 4, 128, 16),
+}
+"""Heads, key heads, head dim, value dim, groups, block and length of the lists of layers."""
+LIST_TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 
 Loops = tuple[list[Any], list[Any]]
 
@@ -124,6 +133,51 @@ def row(
     }
 
 
+def lists(layer: str, target: str) -> Iterator[dict[str, Any]]:
+    """Compile our launches over lists of keys in bfloat16: of each kernel the first choice that fits."""
+    heads, key_heads, head_dim, value_dim, groups, block, length = LAYERS[layer]
+    queries, keys = 64, 8192
+    q, k, v, out = (
+        torch.empty(1, n, tokens, width, dtype=torch.bfloat16)
+        for n, tokens, width in ((heads, queries, head_dim), (key_heads, keys, head_dim), (key_heads, keys, value_dim),
+                                 (heads, queries, value_dim))
+    )  # fmt: skip
+    indices = torch.randint(keys // block, (1, groups, queries, length), dtype=torch.int32)
+    limits = torch.tensor([0, keys], dtype=torch.int32).expand(1, queries, 2).contiguous()
+    job = list_launches.ListJob(q, k, v, Lists(indices, block, limits), 0.1)
+    lse, total = torch.empty(1, heads, queries), torch.empty(1, key_heads, keys, head_dim + value_dim)
+    found = [*list_launches.forward_launches(job, out, lse)]
+    found += list_launches.backward_launches(job, Rows(out, None, q, k, v, out, lse), q, total)
+    # Gradients of keys are those of a part of the queries after another, by the same launch.
+    for function, launch in {launch.kernel.__name__: launch for launch in found}.items():
+        if name := KERNELS.get(function):
+            for choice in launch.choices:
+                made = compile_choice(launch, choice, target)
+                if made.shared <= SHARED_BYTES[target]:
+                    break
+            registers, spills, flying = usage(made)
+            print("lists", target, layer, name, flush=True)
+            yield {
+                "target": target, "layer": layer, "kernel": name, "tile": (choice.constants.BM, choice.constants.BN),
+                "warps": choice.config.warps, "stages": choice.config.stages, "registers": registers, "spills": spills,
+                "shared": made.shared, "flying": flying,
+            }  # fmt: skip
+
+
+def usage(made: Compiled) -> tuple[int, int, int | None]:
+    """Return the registers of a thread, the accesses to local memory in loops, and the groups of copies that fly."""
+    if "cubin" in made.texts:
+        machine = machine_code(made.texts["cubin"])
+        loops = [facts(loop) for loop in machine.loops()]
+        return machine.registers, sum(loop.spills for loop in loops), loops[-1].flying
+    # AMD's compiler counts the registers that it spills, in loops or not.
+    registers, spills = (
+        int(re.search(rf"\.{word}:\s+(\d+)", made.texts["amdgcn"])[1])  # type: ignore[index]
+        for word in ("vgpr_count", "vgpr_spill_count")
+    )
+    return registers, spills, None
+
+
 def collect() -> dict[str, Any]:
     """Compile everything."""
     rows = []
@@ -132,11 +186,12 @@ def collect() -> dict[str, Any]:
             rows += ours(architecture, head_dim)
             for mask in MASKS if architecture == MODELED else ("causal window",):
                 rows += flex(architecture, head_dim, mask)
+    of_lists = [one for layer in LAYERS for target in LIST_TARGETS for one in lists(layer, target)]
     tiles = {}
     for name, text in PATTERNS.items():
         index = build_index(parse(text), 131_072, block=BLOCK)
         tiles[name] = {"full": len(index.rows.full), "partial": len(index.rows.partial)}
-    return {"commit": commit(), "versions": versions(), "tiles": tiles, "rows": rows}
+    return {"commit": commit(), "versions": versions(), "tiles": tiles, "rows": rows, "lists": of_lists}
 
 
 def _mean(numbers: list[int]) -> float:
@@ -187,6 +242,15 @@ ours take fewer cycles. The counts of tiles are exact.
 """
 
 
+_LISTS = """
+## Lists of keys
+
+The kernels of [`Chosen`](patterns/chosen.md) in bfloat16, as they are compiled for layers that were trained sparse: of
+each kernel, the first of its configurations whose shared memory the GPU has. A tile is heads of a query x keys of its
+list. For gfx942 the last column is the number of registers that AMD's compiler spills: dK, dV need smaller tiles there.
+"""
+
+
 def _both(one: dict[str, Any], key: str) -> str:
     return " / ".join("-" if one[name][key] is None else str(one[name][key]) for name in ("full", "partial"))
 
@@ -223,6 +287,18 @@ def page(record: dict[str, Any]) -> str:
         tiles = record["tiles"][name]
         counts = f"{tiles['full']:,} | {tiles['partial']:,}"
         lines.append(f"| {name} | {counts} | {head_dim} | {forward:.2f} | {backward:.2f} |")
+    lines.append(_LISTS.rstrip("\n"))
+    for layer in LAYERS:
+        lines += [f"\n{layer}:\n", "| GPU | kernel | tile, warps, stages | registers | shared | flying | spills |"]
+        lines.append("|---|---|---|---:|---:|---:|---:|")
+        for one in record["lists"]:
+            if one["layer"] == layer:
+                tile = f"{one['tile'][0]} x {one['tile'][1]}, {one['warps']}, {one['stages']}"
+                flying = "-" if one["flying"] is None else one["flying"]
+                lines.append(
+                    f"| {one['target']} | {one['kernel']} | {tile} | {one['registers']} | {one['shared']:,} | {flying} "
+                    f"| {one['spills']} |"
+                )
     made = record["versions"]
     lines += ["", f"Compiled with Triton {made['triton']}, FlexAttention of PyTorch {made['torch']}."]
     return "\n".join(lines) + "\n"

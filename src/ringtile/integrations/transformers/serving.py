@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers.attention import KEPT, check_arguments, limits_of, pattern_of_layer
 from ringtile.integrations.transformers.registry import parts_of, register_pair
+from ringtile.integrations.transformers.rounded_pages import Rounding, register_roundings, restored, rounded
 from ringtile.patterns import Causal, Window
 from ringtile.patterns.facts import moves_along
 
@@ -22,10 +26,31 @@ if TYPE_CHECKING:
 
 _NAME = "ringtile_flash"
 """transformers builds one mask over all requests, unless the name of an implementation contains "flash"."""
+_ROUNDINGS: dict[str, Rounding] = {f"{_NAME}_bfloat16": "bfloat16", f"{_NAME}_int8": "int8"}
+
+
+class _Pages(NamedTuple):
+    """The pages of a step in which each request has one query, and pages of its own."""
+
+    span: slice
+    """Of the pages of a layer: those of the step, and perhaps some between them."""
+    request: Tensor
+    """``[pages]``: the request of each page. One between them has any, and no keys."""
+    key_lengths: Tensor
+    """``[pages]``: the keys in each page."""
+    table: Tensor
+    """``[requests, most]``: the pages of each request, and then its first one again."""
+    absent: Tensor
+    """Bool ``[requests, most, 1]``: True for these."""
+
+
+# Bound: one step per kind of layers and cache. Owner: transformers' record of the pages, weakly. Key: the step's list
+# of read indices, which transformers makes anew for each step.
+_steps: WeakKeyDictionary[Any, tuple[Any, _Pages | None]] = WeakKeyDictionary()
 
 
 @contextmanager
-def continuous_batching(model: Model) -> Iterator[Model]:
+def continuous_batching(model: Model, *, cache: Rounding | None = None) -> Iterator[Model]:
     """Have `generate_batch` and other continuous batching of a model use ringtile inside the context.
 
     transformers serves requests of any lengths together from a paged cache. With `sdpa`, each step holds a mask of all
@@ -33,10 +58,17 @@ def continuous_batching(model: Model) -> Iterator[Model]:
     those of `generate` for each request alone. Windows, sinks, softcaps and the ``pattern`` of `use_ringtile` are kept.
     ``attn_implementation="ringtile"`` is no name that transformers' continuous batching accepts, hence this context.
 
+    Args:
+        model: A model whose layers have full or sliding attention.
+        cache: What the pages hold: keys and values in the model's dtype, in ``"bfloat16"``, or in ``"int8"`` with a
+            scale for each token and head, which rounds by at most 1/254 of the largest number there. The softmax over
+            the rounded keys is exact, in the model's dtype. ``num_blocks`` still counts pages of the model's dtype, so
+            in float32 with a head_dim of 64, the same memory holds 2 or 3.76 times as many tokens.
+
     Raises:
         ImportError: If transformers is missing or too old.
-        ValueError: If the model has ``attend`` or ``decode`` of `use_ringtile`, or if it calls attention without the
-            paged cache.
+        ValueError: If ``cache`` has another value, if the model has ``attend`` or ``decode`` of `use_ringtile`, or if
+            it calls attention without the paged cache.
 
     Example:
         >>> from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -53,13 +85,19 @@ def continuous_batching(model: Model) -> Iterator[Model]:
         for name in ("attend", "decode"):
             if getattr(chosen, name, None) is not None:
                 raise ValueError(f"{name}: expected None for continuous batching, got {getattr(chosen, name)!r}")
-    register_pair(_NAME, _attend_paged, _no_mask)
+    names = {rounding: name for name, rounding in _ROUNDINGS.items()}
+    if cache is not None and cache not in names:
+        raise ValueError(f"cache: expected one of {tuple(names)} or None, got {cache!r}")
+    name = _NAME if cache is None else names[cache]
+    register_pair(name, _attend_paged, _no_mask)
+    if cache is not None:
+        register_roundings(_ROUNDINGS)
     parts = parts_of(model)
     before = [part.config._attn_implementation for part in parts]
     try:
         # Not by set_attn_implementation, which would load FlashAttention for such a name.
         for part in parts:
-            part.config._attn_implementation_internal = _NAME
+            part.config._attn_implementation_internal = name
         yield model
     finally:
         for part, was in zip(parts, before, strict=True):
@@ -91,7 +129,6 @@ def _attend_paged(
             "leave the context of continuous_batching for other calls"
         )
     check_arguments(options)
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
     rule = Causal() if sliding_window is None else Causal() & Window(sliding_window - 1)
     if (chosen := getattr(module, KEPT, None)) is not None:
         pattern = pattern_of_layer(chosen.pattern, module)
@@ -99,12 +136,25 @@ def _attend_paged(
             raise ValueError(f"pattern: expected one that moves along for layers with a window, got {pattern!r}")
         rule = rule if pattern is None else rule & pattern
     how = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1], **limits_of(softcap, s_aux)}
+    # Transformers' record of the pages of a layer. Older versions have none.
+    layer: Any = module.layer_idx
+    allocator = getattr(cache, "layer_to_allocator", {}).get(layer)
+    dtype, head_dim = getattr(allocator, "rounded_to", None), value.shape[3]
+    # A page's output is rounded, and in half types that would be as much again as attention's own error.
+    if dtype is None and allocator is not None and rule == Causal() and query.dtype.itemsize > 2:
+        pages = _pages_of_step(allocator, options)
+        if pages is not None:
+            return _attend_pages(query, key, value, allocator, layer, pages, options, how), None
+    elif dtype is not None:
+        key, value = rounded(key, dtype), rounded(value, dtype)
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=options)
     bounds = [pairwise(options[name].tolist()) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    out = query.new_zeros(*query.shape[:3], value.shape[3])
-    begin_query = begin_key = 0
-    # Requests beside each other that have as many queries and keys are one batch.
-    for (n_queries, n_keys), alike in groupby((b - a, d - c) for (a, b), (c, d) in zip(*bounds, strict=True)):
-        n = len(list(alike))
+    sizes = [(b - a, d - c) for (a, b), (c, d) in zip(*bounds, strict=True)]
+    # Requests beside each other that have as many queries and keys are one batch, but rounded keys are restored alone.
+    batches = [list(alike) for _, alike in groupby(sizes)] if dtype is None else [[size] for size in sizes]
+    found, begin_query, begin_key = [], 0, 0
+    for alike in batches:
+        n, (n_queries, n_keys) = len(alike), alike[0]
         rows, keys = slice(begin_query, begin_query + n * n_queries), slice(begin_key, begin_key + n * n_keys)
         begin_query, begin_key = rows.stop, keys.stop
         if n_queries:
@@ -112,6 +162,69 @@ def _attend_paged(
                 x[0, :, part].unflatten(1, (n, -1)).transpose(0, 1)
                 for x, part in ((query, rows), (key, keys), (value, keys))
             )
-            found = sparse_attention(q, k, v, rule, **how)
-            out[0, :, rows].unflatten(1, (n, -1)).copy_(found.transpose(0, 1))
-    return out.transpose(1, 2), None
+            k, v = (x if dtype is None else restored(x, query.dtype) for x in (k, v))
+            found.append(sparse_attention(q, k, v, rule, **how).transpose(1, 2).flatten(0, 1))
+    if begin_query < query.shape[2]:
+        # Places of a graph that no request has.
+        found.append(query.new_zeros(query.shape[2] - begin_query, query.shape[1], head_dim))
+    return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(0), None
+
+
+def _pages_of_step(allocator: Any, options: dict[str, Any]) -> _Pages | None:
+    """Return where the keys of a layer lie in this step, or None if they must be gathered."""
+    read, known = options["read_index"], _steps.get(allocator)
+    if known is None or known[0] is not read:
+        keys = options["cu_seq_lens_k"][allocator.layer_type]
+        known = _steps[allocator] = read, _found_pages(allocator, read[allocator.index], options["cu_seq_lens_q"], keys)
+    return known[1]
+
+
+def _found_pages(allocator: Any, read: Tensor, begin_query: Tensor, begin_key: Tensor) -> _Pages | None:
+    """Find the pages of a step from the places that it reads, request by request."""
+    size, stride = allocator.tokens_per_page, allocator.block_physical_stride
+    if not allocator.supports_block_table or not len(read) or bool((begin_query.diff() != 1).any()):
+        return None
+    lengths = begin_key.diff()
+    counts = (lengths + size - 1) // size
+    first = counts.cumsum(0) - counts
+    request = torch.arange(len(counts), device=read.device).repeat_interleave(counts)
+    number = torch.arange(len(request), device=read.device) - first[request]
+    page = read[begin_key[request] + number * size] // stride
+    low, high = (int(x) for x in page.aminmax())
+    # Requests can share the pages of a common beginning. Pages far apart would have too many others between them.
+    if len(page.unique()) < len(page) or high - low >= 2 * len(page):
+        return None
+    place, step = page - low, stride // size
+    of_page, key_lengths = lengths.new_zeros(2, high - low + 1, dtype=torch.int64)
+    of_page[place], key_lengths[place] = request, (lengths[request] - number * size).clamp(max=size).long()
+    table = place[first].unsqueeze(1).repeat(1, int(counts.max()))
+    table[request, number] = place
+    absent = torch.arange(table.shape[1], device=read.device) >= counts.unsqueeze(1)
+    return _Pages(slice(low * step, high * step + 1, step), of_page, key_lengths, table, absent.unsqueeze(2))
+
+
+def _attend_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allocator: Any,
+    layer: int,
+    pages: _Pages,
+    options: dict[str, Any],
+    how: dict[str, Any],
+) -> Tensor:
+    """Write the new keys, and attend to each page where it lies. The pages of a request are merged by their lse."""
+    held = allocator.get_cache_for_block_table(layer)
+    for x, new in zip(held, (key, value), strict=True):
+        x.view(-1, *x.shape[2:]).index_copy_(0, options["write_index"][allocator.index], new[0].transpose(0, 1))
+    k, v = (x[pages.span].transpose(1, 2) for x in held)
+    q = query[0].transpose(0, 1)[pages.request].unsqueeze(2)
+    sinks = how.pop("sinks")
+    found = sparse_attention(q, k, v, key_lengths=pages.key_lengths, return_lse=True, **how)
+    out, lse = (x.squeeze(2) for x in found)
+    weights = lse[pages.table].masked_fill(pages.absent, -math.inf)
+    if sinks is not None:
+        weights = torch.cat((weights, sinks.to(weights.dtype).expand(len(weights), 1, -1)), 1)
+    weights = weights.softmax(1)[:, : pages.table.shape[1]].unsqueeze(3)
+    merged: Tensor = (weights * out[pages.table]).sum(1).to(query.dtype).unsqueeze(0)
+    return merged

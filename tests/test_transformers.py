@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import all_pairs
-from tiny import BIASED, DECODER, ENCODER, MODELS, SPARSE, VISION, WINDOWED, config_of, hf, masking_utils
+from tiny import BIASED, DECODER, ENCODER, JOINED, MODELS, SPARSE, VISION, WINDOWED, config_of, hf, masking_utils
 from torch import Tensor, nn
 
 from ringtile.index import cache_info
@@ -174,6 +174,27 @@ def test_an_encoder_and_a_decoder() -> None:
     assert_equal_models(first, second, torch.ones(3, 40, dtype=torch.bool), decoder_input_ids=tokens, **inputs)
     found = [model.generate(**inputs, max_new_tokens=12, num_beams=2, do_sample=False) for model in (first, second)]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_an_encoder_and_a_decoder_of_gemma(name: str) -> None:
+    made, config = JOINED[name]()
+    torch.manual_seed(0)
+    first = randomized(made._from_config(config, attn_implementation="eager"))
+    second, mask = use_ringtile(copy.deepcopy(first)), padding("right")
+    inputs = {"input_ids": torch.randint(3, 90, (3, TOKENS)), "attention_mask": mask.long()}
+    tokens = torch.randint(3, 90, (3, 33))
+    assert_equal_models(first, second, mask.new_ones(3, 33), decoder_input_ids=tokens, **inputs)
+    for how in ({}, {"num_beams": 2}):
+        steps = {"max_new_tokens": 30, "do_sample": False, **how}
+        assert torch.equal(*(model.generate(**inputs, **steps) for model in (first, second)))
+    future = torch.cat([tokens[:, :20], tokens[:, 20:] * 5 % 90], 1)
+    with torch.no_grad():
+        outs = [second(**inputs, decoder_input_ids=each).logits for each in (tokens, future)]
+    assert torch.equal(outs[0][:, :20], outs[1][:, :20])
+    assert not torch.equal(outs[0][:, 20], outs[1][:, 20])
+    with pytest.raises(ValueError, match="pattern: expected a function of the attention module for a model with cross"):
+        use_ringtile(second, Window(3))(**inputs, decoder_input_ids=tokens)
 
 
 SLIDING = ["Mistral", "Gemma3"]
@@ -796,7 +817,7 @@ def test_the_oldest_version_is_told_once() -> None:
 def test_the_page_lists_the_models_that_are_tested() -> None:
     table = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", PAGE, re.M)
     listed = [name for row in table[1:] for name in row.strip().split(", ")]
-    biased = {name.partition(", ")[0] for name in BIASED | WINDOWED}
+    biased = {name.partition(", ")[0] for name in BIASED | WINDOWED | JOINED}
     assert set(listed) >= set(MODELS) | biased
     assert len(MODELS) + len(SPARSE) + len(biased) == len(listed)
 

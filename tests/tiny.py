@@ -134,6 +134,31 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     ),
 }
 
+_PAIR = dict(MIXED, query_pre_attn_scalar=16)
+JOINED: dict[str, Callable[[], tuple[type, Any]]] = {
+    "T5Gemma": lambda: (
+        hf.T5GemmaForConditionalGeneration,
+        hf.T5GemmaConfig(
+            encoder=hf.T5GemmaModuleConfig(**_PAIR),
+            decoder=hf.T5GemmaModuleConfig(**_PAIR, is_decoder=True),
+            **dict(vocab_size=97, dropout_rate=0.0),
+        ),
+    ),
+    "T5Gemma2": lambda: (
+        hf.T5Gemma2ForConditionalGeneration,
+        hf.T5Gemma2Config(
+            encoder=hf.T5Gemma2EncoderConfig(
+                text_config=_PAIR,
+                vision_config=hf.SiglipVisionConfig(**PICTURES),
+                **dict(image_token_index=95, mm_tokens_per_image=16, boi_token_index=94, eoi_token_index=93),
+            ),
+            decoder=hf.T5Gemma2DecoderConfig(**_PAIR),
+            **dict(image_token_index=95, vocab_size=97, dropout_rate=0.0, attention_dropout=0.0),
+        ),
+    ),
+}
+"""Encoders and decoders of Gemma. The second joins the keys of both in one softmax."""
+
 _SPARSE = dict(
     **(ENCODER | {"num_key_value_heads": 4, "num_hidden_layers": 3, "intermediate_size": 48}),
     **dict(kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16),

@@ -98,7 +98,9 @@ def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None
 
 def _has_cross_attention(module: nn.Module) -> bool:
     config: Any = getattr(module, "config", None)
-    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
+    named = any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
+    # The configs of T5Gemma and T5Gemma2 do not say so.
+    return named or any(word in type(module).__name__ for word in ("CrossAttention", "MergedAttention"))
 
 
 def check_attend(attend: LayerAttend) -> None:

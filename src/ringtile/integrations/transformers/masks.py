@@ -355,8 +355,10 @@ def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Ten
     A rule that is not known is evaluated, and its bool mask becomes a pattern.
     """
     config: Any = options.get("config")
-    is_computed = getattr(config, "model_type", None) in _COMPUTED
-    if is_computed and not is_streamed(config):
+    kind = getattr(config, "model_type", None)
+    is_computed = kind in _COMPUTED
+    # T5Gemma2 joins this mask with that of its encoder's keys.
+    if kind == "t5gemma2_decoder" or (is_computed and not is_streamed(config)):
         from transformers.masking_utils import eager_mask
 
         mask: Tensor = eager_mask(attention_mask=attention_mask, **options)

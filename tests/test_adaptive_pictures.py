@@ -198,13 +198,23 @@ def contrast(one: object, other: object) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+DARK = {
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "#1b1e24"),
+    **{"axes.edgecolor": "#5b626c", "axes.labelcolor": "#d5d9df", "text.color": "#d5d9df", "grid.color": "#333942"},
+    **dict.fromkeys(("xtick.color", "ytick.color"), "#aab1bb"),
+}
+"""A style of a reader's own: pictures are drawn on axes that are given, too."""
+
+
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("name", ["density", "densities", "recall", "attention"])
 def test_text_and_lines_stand_out(name: str, dark: bool, tmp_path: Path) -> None:
+    import matplotlib
     from matplotlib.text import Text
 
     path = tmp_path / "picture.png"
-    with picture(path, 6, 4, dark=dark) as figure:
+    with picture(path, 6, 4) as figure, matplotlib.rc_context(DARK if dark else {}):
+        figure.set_facecolor(matplotlib.rcParams["figure.facecolor"])
         ax = figure.add_subplot()
         _draws()[name](ax)
         ax.set_title("A title")

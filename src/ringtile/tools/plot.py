@@ -27,27 +27,15 @@ NOTE: Any = {"fontsize": 8, "color": "#4a5059"}
 """Small text beside a curve or below a picture."""
 
 
-def _style(background: str, edge: str, ink: str, grid: str, ticks: str) -> dict[Any, Any]:
-    """Return matplotlib's settings in these colors."""
-    colors = {"axes.edgecolor": edge, "axes.labelcolor": ink, "text.color": ink, "grid.color": grid}
-    return {
-        **colors,
-        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), background),
-        **dict.fromkeys(("xtick.color", "ytick.color"), ticks),
-        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.grid", "legend.frameon"), False),
-        "axes.axisbelow": True,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "font.size": 10,
-        "font.family": "DejaVu Sans",
-        "lines.linewidth": 1.8,
-        "savefig.dpi": 150,
-    }
-
-
-_STYLE = _style("white", "#b8bdc4", _INK, "#e6e8eb", "#4a5059")
-_DARK_STYLE = _style("#1b1e24", "#5b626c", "#d5d9df", "#333942", "#aab1bb")
+_STYLE: Any = {
+    **{"axes.edgecolor": "#b8bdc4", "axes.labelcolor": _INK, "text.color": _INK, "grid.color": "#e6e8eb"},
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "white"),
+    **dict.fromkeys(("xtick.color", "ytick.color"), "#4a5059"),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.grid", "legend.frameon"), False),
+    **{"axes.axisbelow": True, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+    **{"font.size": 10, "font.family": "DejaVu Sans", "lines.linewidth": 1.8, "savefig.dpi": 150},
+}
+"""matplotlib's settings."""
 
 PATTERN_COLORS = ("#f3f4f6", "#cfe0f0", "#7fb0d8", "#2f73ad", "#123f6d")
 _CHUNK_TILES = 64
@@ -73,17 +61,14 @@ def check_out(path: Path | None) -> None:
 
 
 @contextmanager
-def picture(path: Path, width: float, height: float, *, dark: bool = False) -> Iterator[Figure]:
-    """Yield a figure of `width` by `height` inches, and write it whole to `path` at the end of the block.
-
-    With ``dark``, the ink is light and the background dark.
-    """
+def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """Yield a figure of `width` by `height` inches, and write it whole to `path` at the end of the block."""
     import matplotlib
     from matplotlib.figure import Figure
 
     if path.suffix not in FORMATS:
         raise ValueError(f"path: expected a file name ending in {', '.join(FORMATS)}, got {str(path)!r}")
-    with matplotlib.rc_context(_DARK_STYLE if dark else _STYLE):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)

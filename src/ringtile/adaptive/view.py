@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -122,17 +122,9 @@ class View:
         base = self.base
         first, last = self.rows_of_tiles
         if base.leading is not None:
-            return pooled_masses(
-                self.query,
-                self.key,
-                segment=base.block,
-                seen=base.leading,
-                groups=torch.cat((first, last[-1:])).int(),
-                pool="rms",
-                bias=self._hidden,
-                keep=keep,
-                scale=self.scale,
-            )
+            groups = torch.cat((first, last[-1:])).int()
+            options: Any = {"seen": base.leading, "groups": groups, "pool": "rms", "bias": self._hidden}
+            return pooled_masses(self.query, self.key, segment=base.block, keep=keep, scale=self.scale, **options)
         found = []
         for row, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             weights = self.exact_weights(torch.arange(begin, end, device=keep.device)).sum(4) * keep[:, :, row, None]

@@ -220,20 +220,12 @@ def make_branch_plan(
     sent = [nothing] * layout.n_ranks
     for other, marked in needed_there.items():
         sent[other] = _of_heads([kept.nonzero().flatten() for kept in marked.T], kind_of, size).to(places.dtype)
-    facts = repr((shapes, layout, num_heads, num_kv_heads))
-    return BranchPlan(
-        layout,
-        rank,
-        num_kv_heads * size,
-        hashlib.sha256(facts.encode()).hexdigest()[:16],
-        tuple(sorted(pieces, key=lambda piece: not piece.is_local)),
-        items.to(device),
-        places.to(device),
-        Copies(own.to(device), places[is_own].long().to(device)),
-        tuple(x.to(device) for x in sent),
-        tuple((each,) if each[0] < each[1] else () for each in bounds[1:]),
-        is_mixed,
-    )
+    fingerprint = hashlib.sha256(repr((shapes, layout, num_heads, num_kv_heads)).encode()).hexdigest()[:16]
+    calls = tuple(sorted(pieces, key=lambda piece: not piece.is_local))
+    buffer = items.to(device), places.to(device), Copies(own.to(device), places[is_own].long().to(device))
+    received = tuple((each,) if each[0] < each[1] else () for each in bounds[1:])
+    messages = tuple(x.to(device) for x in sent), received
+    return BranchPlan(layout, rank, num_kv_heads * size, fingerprint, calls, *buffer, *messages, is_mixed)
 
 
 def _in_buffer(
@@ -374,19 +366,9 @@ def _pieces(
             # The keys of a problem are copied, so it gets about as many as the rank holds.
             for chunk in cells.split(max(size // n_keys, 1)):
                 for heads, key_heads in _shared_heads(offsets, shape.dilation, num_heads, num_kv_heads):
-                    yield Piece(
-                        branch,
-                        shape.length,
-                        shape.dilation,
-                        heads,
-                        key_heads,
-                        mine.segment[chunk].to(device),
-                        mine.base[chunk].to(device),
-                        first,
-                        n_queries,
-                        n_keys,
-                        not is_far,
-                    )
+                    segment, base = mine.segment[chunk].to(device), mine.base[chunk].to(device)
+                    sizes = first, n_queries, n_keys, not is_far
+                    yield Piece(branch, shape.length, shape.dilation, heads, key_heads, segment, base, *sizes)
 
 
 def _shared_heads(

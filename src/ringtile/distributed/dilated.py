@@ -138,19 +138,10 @@ def _prepared(
     # A rule for some lengths only does not fit a part of a segment.
     planned = tuple(Shape(each.length, each.dilation, is_causal and each.rule.unbounded) for each in branches)
     plan = make_branch_plan(planned, layout, group.rank(), shapes[1], shapes[2], bool(numbers[2]), device)
-    agreed = compare(
-        group,
-        "ring_dilated_attention",
-        layout,
-        shapes,
-        dtype,
-        branches=", ".join(
-            f"({branch.length}, {branch.dilation}): {branch.rule.text or type(branch.rule).__name__}"
-            for branch in branches
-        ),
-        plan=plan.fingerprint,
-        **dict(zip(("scale", "dropout_p", "key_mask"), numbers, strict=True)),
-    )
+    texts = [f"({each.length}, {each.dilation}): {each.rule.text or type(each.rule).__name__}" for each in branches]
+    facts: dict[str, str | float] = {"branches": ", ".join(texts), "plan": plan.fingerprint}
+    facts |= dict(zip(("scale", "dropout_p", "key_mask"), numbers, strict=True))
+    agreed = compare(group, "ring_dilated_attention", layout, shapes, dtype, **facts)
     return exchange_of(Exchange, plan, agreed, group, in_graph=in_graph).number
 
 

@@ -252,24 +252,10 @@ def _make_plan(
     received = tuple(placed(overlaps(cold_runs, held), first) for held in others)
     cold_needs = [intervals(needed & ~is_hot, grid) for needed in needs]
     sent = tuple(placed(runs if other != rank else (), places[rank]) for other, runs in enumerate(cold_needs))
-    return RingPlan(
-        rule,
-        layout,
-        rank,
-        block,
-        needs,
-        is_hot,
-        tuple(pieces),
-        into_buffer(places[rank]),
-        hot,
-        hot_copies,
-        sent,
-        received,
-        (tuple(buffer[0]), tuple(buffer[1])),
-        most_sent,
-        bool(gather),
-        is_mixed,
-    )
+    calls = rule, layout, rank, block, needs, is_hot, tuple(pieces)
+    messages = into_buffer(places[rank]), hot, hot_copies, sent, received
+    parts = tuple(buffer[0]), tuple(buffer[1])
+    return RingPlan(*calls, *messages, parts, most_sent, bool(gather), is_mixed)
 
 
 def _cut_pieces(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed.layout import Copies, Layout, Places, Run, check_layout, copies, with_starts
-from ringtile.distributed.lockstep import Facts, Lockstep, compare
+from ringtile.distributed.lockstep import Lockstep, compare
 from ringtile.distributed.process_groups import real_group
 from ringtile.distributed.stages import Stage, copy
 from ringtile.distributed.transports import group_of
@@ -68,18 +68,9 @@ def roll(
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
         raise ValueError(f"x: expected the {size} tokens of rank {ranks.rank()} in dimension {dim}, got {x.shape=}")
     others = [count for place, count in enumerate(x.shape) if place != dim % x.dim()]
-    agreed = compare(
-        ranks,
-        "roll",
-        layout,
-        (),
-        str(x.dtype),
-        shape=str(others),
-        shifts=shifts,
-        dim=dim % x.dim(),
-        fill=str(fill),
-        gradient=torch.is_grad_enabled() and x.requires_grad,
-    )
+    facts: dict[str, str | float] = {"shape": str(others), "shifts": shifts, "dim": dim % x.dim(), "fill": str(fill)}
+    gradient = torch.is_grad_enabled() and x.requires_grad
+    agreed = compare(ranks, "roll", layout, (), str(x.dtype), **facts, gradient=gradient)
     shifts = shifts % n_tokens if fill is None else max(-n_tokens, min(shifts, n_tokens))
     rolled: Tensor = _Roll.apply(x, shifts, layout, ranks, dim, fill, agreed)  # type: ignore[no-untyped-call]
     return rolled
@@ -87,17 +78,8 @@ def roll(
 
 class _Roll(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        shifts: int,
-        layout: Layout,
-        group: dist.ProcessGroup,
-        dim: int,
-        fill: float | None,
-        facts: Facts,
-    ) -> Tensor:
-        ctx.call = shifts, layout, group, dim, fill, facts
+    def forward(ctx: Any, x: Tensor, *call: Any) -> Tensor:
+        ctx.call = shifts, layout, group, dim, fill, facts = call
         dim %= x.dim()
         steps = Lockstep(group, facts)
         steps.begin()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -153,17 +153,11 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
     table = dense_states(index)
     kept, full = _query_blocks(index, table)
     group = index.group.long()
-    (counts, indices), (full_counts, full_indices) = (
-        (found[group] for found in listed(chosen)) for chosen in (kept & ~full, full)
-    )
+    # Counts and columns of the blocks that keep some pairs, then of those that keep all.
+    lists: list[Any] = [found[group] for chosen in (kept & ~full, full) for found in listed(chosen)]
+    lengths = index.n_queries, index.n_keys
     return BlockMask.from_kv_blocks(
-        counts,
-        indices,
-        full_counts,
-        full_indices,
-        BLOCK_SIZE=index.block,
-        mask_mod=_mask_of(index, table),
-        seq_lengths=(index.n_queries, index.n_keys),
+        *lists, BLOCK_SIZE=index.block, mask_mod=_mask_of(index, table), seq_lengths=lengths
     )
 
 

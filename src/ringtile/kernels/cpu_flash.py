@@ -73,16 +73,8 @@ def flash_backward(
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)
         width = max(width, out.shape[-1])
+    wide = (padded(x, width) for x in (out_grad, q, k, v, out))
     q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        padded(out_grad, width),
-        padded(q, width),
-        padded(k, width),
-        padded(v, width),
-        padded(out, width),
-        lse,
-        0.0,
-        is_causal,
-        attn_mask=mask,
-        scale=scale,
+        *wide, lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )
     return q_grad[..., : q.shape[-1]], k_grad[..., : k.shape[-1]], v_grad[..., : v.shape[-1]]

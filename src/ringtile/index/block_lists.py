@@ -156,9 +156,8 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
     # Counts and columns of the blocks that keep some pairs, then of those that keep all.
     lists: list[Any] = [found[group] for chosen in (kept & ~full, full) for found in listed(chosen)]
     lengths = index.n_queries, index.n_keys
-    return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=index.block, mask_mod=_mask_of(index, table), seq_lengths=lengths
-    )
+    options: Any = {"BLOCK_SIZE": index.block, "mask_mod": _mask_of(index, table), "seq_lengths": lengths}
+    return BlockMask.from_kv_blocks(*lists, **options)
 
 
 def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 
 from ringtile.index import BlockIndex
 from ringtile.index.schedule import derived
+from ringtile.kernels import operators
 from ringtile.kernels.contracts import (
     OPTIONAL,
     ROW_NAMES,
@@ -28,15 +29,14 @@ from ringtile.kernels.contracts import (
     new_out,
     options_of,
 )
-from ringtile.kernels.operators import apart, is_differentiated, library, schema, with_tensors, without_derivative
 from ringtile.kernels.plans import prepared_of
 
 _BYTES = 1 << 25
 """Most bytes of the numbers of a piece, and as many for their gradients, unless those of one row tile are more."""
 
-_BIAS = f"Tensor[] biases, SymInt[] spec, {schema(Call)}"
-library.define(f"forward_biased(Tensor q, Tensor k, Tensor v, {_BIAS}) -> (Tensor, Tensor)")
-library.define(f"backward_biased({schema(Rows)}, {_BIAS}) -> (Tensor, Tensor, Tensor, Tensor[])")
+_BIAS = f"Tensor[] biases, SymInt[] spec, {operators.schema(Call)}"
+operators.library.define(f"forward_biased(Tensor q, Tensor k, Tensor v, {_BIAS}) -> (Tensor, Tensor)")
+operators.library.define(f"backward_biased({operators.schema(Rows)}, {_BIAS}) -> (Tensor, Tensor, Tensor, Tensor[])")
 FORWARD_BIASED, BACKWARD_BIASED = torch.ops.ringtile.forward_biased, torch.ops.ringtile.backward_biased
 
 
@@ -364,30 +364,24 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return q_grad, k_grad, v_grad, [x.to(of.dtype) for x, of in zip(totals, biases, strict=True)]
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
-
-
 def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
     return *(x.new_empty(x.shape) for x in arguments[2:5]), [x.new_empty(x.shape) for x in arguments[7]]
 
 
-for _name, _implementation, _fake in (
-    ("forward_biased", _forward, _fake_forward),
-    ("backward_biased", _backward, _fake_backward),
-):
-    library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
+operators.register("forward_biased", _forward, operators.fake_forward)
+operators.register("backward_biased", _backward, _fake_backward)
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (spec, n_biases, call), tensors = arguments[:7], arguments[7:10], arguments[10:]
     with torch.autocast(rows[2].device.type, enabled=False):
-        *grads, more = BACKWARD_BIASED(*rows, tensors[:n_biases], spec, *with_tensors(call, *tensors[n_biases:]))
+        *grads, more = BACKWARD_BIASED(
+            *rows, tensors[:n_biases], spec, *operators.with_tensors(call, *tensors[n_biases:])
+        )
     return *grads, *more
 
 
-_Backward = without_derivative(
+_Backward = operators.without_derivative(
     _differentiate, "attention with a bias has no second derivative; with backend='reference' it has"
 )
 
@@ -398,7 +392,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         (q, k, v, spec, n_biases, call), tensors = arguments[:6], arguments[6:]
-        call = with_tensors(call, *tensors[n_biases:])
+        call = operators.with_tensors(call, *tensors[n_biases:])
         found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, tensors[:n_biases], spec, *call)
         return found
 
@@ -419,7 +413,7 @@ class _Attention(torch.autograd.Function):
             out_grad = torch.zeros_like(out)
         rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
         grads: tuple[Tensor, ...]
-        if torch.compiler.is_compiling() or not is_differentiated(*rows):
+        if torch.compiler.is_compiling() or not operators.is_differentiated(*rows):
             grads = _differentiate(*rows, spec, n_biases, call, *tensors)
         else:
             grads = _Backward.apply(*rows, spec, n_biases, call, *tensors)
@@ -433,9 +427,9 @@ def attend_biased(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Term], call: 
     if torch.compiler.is_compiling():
         # Dynamo does not pass a tensor twice to a function with a derivative of its own.
         biases = [x.view_as(x) for x in biases]
-    if not is_differentiated(q, k, v, *biases):
+    if not operators.is_differentiated(q, k, v, *biases):
         found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, biases, spec, *call)
         return found
-    plain, *tensors = apart(call)
+    plain, *tensors = operators.apart(call)
     out, lse = _Attention.apply(q, k, v, spec, len(biases), plain, *biases, *tensors)  # type: ignore[no-untyped-call]
     return out, lse

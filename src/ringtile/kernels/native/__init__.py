@@ -33,7 +33,7 @@ from ringtile.kernels.native.masses import supports as supports_masses
 from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.native.steps import Step
 from ringtile.kernels.philox import dropout_threshold
-from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
+from ringtile.kernels.spans import INDEX, KernelTime, listeners, span
 
 _OPERATIONS_A_CALL = 2e10
 """Operations per thread and call, about a quarter of a second. Ctrl-C works between calls."""
@@ -353,10 +353,7 @@ class _Job:
         listening = list(listeners)
         times = (ctypes.c_int64 * 2)() if listening else None
         self.c.times = None if times is None else ctypes.addressof(times)
-        with span(KERNEL):
-            failed = function(ctypes.byref(self.c))
-        if failed:
-            raise MemoryError("the native kernel could not allocate memory for its threads")
+        self.library.run(function, self.c)
         if times is not None:
             for listener in listening:
                 listener.append(KernelTime(self.c.out_grad is not None, times[0], times[1]))

@@ -5,7 +5,6 @@ See `ringtile.kernels.contracts` for the lists. ``native/chosen.h`` has the kern
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import torch
@@ -15,7 +14,6 @@ from ringtile.kernels.contracts import Lists, Rows, new_out, with_contiguous_row
 from ringtile.kernels.native import ranges, threads_of
 from ringtile.kernels.native.checks import DTYPES, check_rows, check_tensors
 from ringtile.kernels.native.library import ListsPhase, library, reason_against
-from ringtile.kernels.spans import KERNEL, span
 
 _ROWS = 128
 """Heads of a query that a thread computes together, at most."""
@@ -122,10 +120,7 @@ class _Job:
         self.c.phase = phase
         for first, last in ranges(items, operations, self.c.threads):
             self.c.first_item, self.c.last_item = first, last
-            with span(KERNEL):
-                failed = library().handle.ringtile_lists(ctypes.byref(self.c))
-            if failed:
-                raise MemoryError("the native kernel could not allocate memory for its threads")
+            library().run(library().handle.ringtile_lists, self.c)
 
     def run_queries(self, phase: ListsPhase, first: int, last: int, products: float) -> None:
         """Run a phase whose items are runs, from ``first`` to ``last`` - 1."""

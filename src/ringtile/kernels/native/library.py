@@ -23,6 +23,7 @@ from ringtile.kernels.native.instruction_sets import (
     best_rates,
     choose,
 )
+from ringtile.kernels.spans import KERNEL, span
 
 VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
@@ -88,6 +89,13 @@ class Library(NamedTuple):
     choice: Choice
     runtime: str
     """Entry point of the OpenMP runtime in use, empty if there is none, so one thread computes."""
+
+    def run(self, function: Any, c: CallStructure) -> None:
+        """Call one of the library's functions. Raise MemoryError if its threads have no room."""
+        with span(KERNEL):
+            failed = function(ctypes.byref(c))
+        if failed:
+            raise MemoryError("the native kernel could not allocate memory for its threads")
 
 
 class _Found(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from ringtile.kernels.contracts import Masses, with_contiguous_rows
 from ringtile.kernels.native.checks import DTYPES
 from ringtile.kernels.native.library import library
-from ringtile.kernels.spans import KERNEL, span
 
 _STRIP = 128
 """Rows that a thread computes together."""
@@ -53,8 +51,5 @@ def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tu
     c.n_pooled, c.pooled_step = pooled, max(1, min(of_strip, of_threads, pooled))
     for first, last in ranges(batch * heads * -(-pooled // c.pooled_step)):
         c.first_item, c.last_item = first, last
-        with span(KERNEL):
-            failed = library().handle.ringtile_masses(ctypes.byref(c))
-        if failed:
-            raise MemoryError("the native kernel could not allocate memory for its threads")
+        library().run(library().handle.ringtile_masses, c)
     return out

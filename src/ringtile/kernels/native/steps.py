@@ -5,8 +5,6 @@ An index has lists of columns, splits and checks, which serve many calls. To mak
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,6 @@ from ringtile.kernels.contracts import accumulator, pack_keys, with_contiguous_r
 from ringtile.kernels.native.checks import check_tensors
 from ringtile.kernels.native.library import ForwardPhase, library
 from ringtile.kernels.native.precision import arithmetic_of
-from ringtile.kernels.spans import KERNEL, span
 
 
 class Step:
@@ -73,8 +70,5 @@ class Step:
         arithmetic = arithmetic_of(query.dtype)
         c.dtype, c.isa, c.threads, c.scale = arithmetic.code, arithmetic.isa.number, threads, scale
         c.phase, c.first_item, c.last_item = ForwardPhase.ATTEND, 0, c.n_groups
-        with span(KERNEL):
-            failed = library().handle.ringtile_forward(ctypes.byref(c))
-        if failed:
-            raise MemoryError("the native kernel could not allocate memory for its threads")
+        library().run(library().handle.ringtile_forward, c)
         return out

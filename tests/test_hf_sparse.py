@@ -333,6 +333,20 @@ def test_losses_of_drawn_queries_and_models_without_indexers() -> None:
         pass
 
 
+@pytest.mark.parametrize("warm_up", [True, False])
+@pytest.mark.parametrize("name", [name for name in SPARSE if name != "deepseek_v4"])
+def test_indexers_learn_nothing_from_padding_on_the_right(name: str, warm_up: bool) -> None:
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("right")
+    model, found = built(name, "use_ringtile"), []
+    for ids in (tokens, torch.where(mask, tokens, 5)):
+        with Doubled(), indexers.index_losses(model, warm_up=warm_up) as losses:
+            model(ids, attention_mask=mask.long())
+        learned = [x for label, x in model.named_parameters() if ".indexer." in label]
+        found.append([*losses, *torch.autograd.grad(sum(losses), learned)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-14)
+    assert min(found[0][: len(losses)]) > 1e-4
+
+
 @pytest.mark.parametrize("name", ["deepseek_v4", "glm5_next", "qwen4_exp"])
 def test_inputs_that_are_shorter_than_a_pool(name: str) -> None:
     tokens = torch.randint(3, 97, (2, 3))

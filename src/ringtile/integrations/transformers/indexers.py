@@ -277,7 +277,12 @@ def learned(
         # Compressed keys are behind the tokens of their layer.
         own = key if "pools" in known else key[:, :, key.shape[2] - n_scores :]
         drawn = None if learning.rows is None else torch.randperm(query.shape[2], device=query.device)[: learning.rows]
-        how = {"pattern": rule.pattern, "start": rule.start, "key_mask": rule.key_mask, "scale": scale, "rows": drawn}
+        start: Any = rule.start
+        if rule.key_mask is not None:
+            # Padding after the tokens sees them. Before all keys it sees none, and counts 0.
+            at = torch.arange(start, start + query.shape[2], device=query.device)
+            start = torch.where(rule.key_mask[:, at], at, -1)
+        how = {"pattern": rule.pattern, "start": start, "key_mask": rule.key_mask, "scale": scale, "rows": drawn}
         learning.losses.append(index_loss(**known, query=query, key=own, **how))
     return None if learning.warm_up else chosen
 

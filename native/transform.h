@@ -48,7 +48,15 @@ template <> INLINE Vec<float> gathered<float>(const float *x, Ints<float> place)
 }
 #endif
 
-// Add the bias to scores [count][step] of so many vectors a row.
+// Whether so many tokens exist from one on, and each place is the next.
+INLINE bool follow(const int32_t *places, int64_t first, int count, int64_t tokens) {
+    if (first < 0 || first + count > tokens) return false;
+    int32_t apart = 0;
+    for (int l = 0; l < count; l++) apart |= places[first + l] - places[first] - l;
+    return apart == 0;
+}
+
+// Multiply scores [count][step] of so many vectors a row by the scale, and add the bias.
 template <class T>
 __attribute__((noinline)) void add_bias(const ringtile_call &c, const Corner &at, T *scores, int64_t step, int vectors,
                                         int count) {
@@ -56,6 +64,7 @@ __attribute__((noinline)) void add_bias(const ringtile_call &c, const Corner &at
     using Integer = typename Lanes<T>::integer;
     const auto &o = c.options;
     const T *numbers = (const T *)o.added + at.b * o.added_stride[0] + at.h * o.added_stride[1];
+    const T scale = (T)o.true_scale;
     const Ints<T> last = Ints<T>{} + (Integer)(o.added_places - 1);
     // The place of a pair is that of its key, less that of its query.
     const Integer sign = at.keys ? 1 : -1;
@@ -66,13 +75,36 @@ __attribute__((noinline)) void add_bias(const ringtile_call &c, const Corner &at
             places[l] = (Integer)(sign * (at.keys ? o.added_keys : o.added_queries)[lane]);
             if (!at.keys) rows[l] = (Integer)(lane * o.added_stride[2]);
         }
+        const bool run = at.keys && follow(o.added_keys, at.lane + n * L, L, c.n_keys);
         for (int i = 0; i < count; i++) {
             const int64_t row = near(at.row + i, at.keys ? c.n_queries : c.n_keys);
+            const T *from = numbers + (at.keys ? row * o.added_stride[2] : 0);
+            T *to = scores + i * step + n * L;
             Ints<T> place = places - (Integer)(sign * (at.keys ? o.added_queries : o.added_keys)[row]);
+            if (run && place[0] >= 0 && place[L - 1] <= last[0]) {
+                store(to, rounded<T>(load(to) * scale) + load(from + place[0]));
+                continue;
+            }
+            if (!at.keys && i + L <= count && follow(o.added_keys, at.row + i, L, c.n_keys)) {
+                Ints<T> outside = (place < 0) | (place > last - (Integer)(L - 1));
+                Integer any = 0;
+                for (int l = 0; l < L; l++) any |= outside[l];
+                if (!any) {
+                    // Each query reads a vector of its own: gathers take several times as long.
+                    Vec<T> x[L];
+#pragma GCC unroll 16
+                    for (int l = 0; l < L; l++) x[l] = load(from + rows[l] + place[l]);
+                    transpose_square<T>(x);
+#pragma GCC unroll 16
+                    for (int l = 0; l < L; l++)
+                        store(to + l * step, rounded<T>(load(to + l * step) * scale) + x[l]);
+                    i += L - 1;
+                    continue;
+                }
+            }
             place = place < 0 ? Ints<T>{} : place;
             place = (place > last ? last : place) + rows;
-            T *to = scores + i * step + n * L;
-            store(to, load(to) + gathered<T>(numbers + (at.keys ? row * o.added_stride[2] : 0), place));
+            store(to, rounded<T>(load(to) * scale) + gathered<T>(from, place));
         }
     }
 }
@@ -83,16 +115,23 @@ template <class T>
 __attribute__((noinline)) void add_bias_grads(const ringtile_call &c, const Corner &at, T *grads, int lanes, int count) {
     constexpr int L = Lanes<T>::count;
     const auto &o = c.options;
-    const int64_t *stride = c.backward.added_grad_stride;
-    for (int i = 0; i < count; i++) {
-        T *row = grads + i * GROUP<T>;
-        if (at.keys && c.backward.added_grad) {
-            T *to = (T *)c.backward.added_grad + at.b * stride[0] + at.h * stride[1] + (at.row + i) * stride[2];
-            const int64_t place = o.added_queries[at.row + i], last = o.added_places - 1;
-            for (int l = 0; l < lanes; l++) to[max(0, min(o.added_keys[at.lane + l] - place, last))] += row[l];
+    const int64_t *stride = c.backward.added_grad_stride, last = o.added_places - 1;
+    const bool adds = at.keys && c.backward.added_grad;
+    bool run[NR];
+    for (int n = 0; n < NR; n++) run[n] = adds && (n + 1) * L <= lanes && follow(o.added_keys, at.lane + n * L, L, c.n_keys);
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < NR; n++) {
+            T *row = grads + i * GROUP<T> + n * L;
+            if (adds && n * L < lanes) {
+                const int32_t *keys = o.added_keys + at.lane + n * L;
+                T *to = (T *)c.backward.added_grad + at.b * stride[0] + at.h * stride[1] + (at.row + i) * stride[2];
+                const int64_t query = o.added_queries[at.row + i], first = keys[0] - query;
+                if (run[n] && first >= 0 && first + L - 1 <= last) store(to + first, load(to + first) + load(row));
+                else
+                    for (int l = 0; l < min(L, lanes - n * L); l++) to[max(0, min(keys[l] - query, last))] += row[l];
+            }
+            store(row, load(row) * (T)o.true_scale);
         }
-        for (int n = 0; n < NR; n++) store(row + n * L, load(row + n * L) * (T)o.true_scale);
-    }
 }
 
 // y between -most and most. A NaN stays NaN.
@@ -122,6 +161,7 @@ template <class T> INLINE Vec<T> tanh_of(Vec<T> y) {
 template <class T>
 __attribute__((noinline)) void transform_scores(const ringtile_call &c, const Corner &corner, T *scores, T *factors,
                                                 int64_t step, int vectors, int count) {
+    if (c.options.added) return add_bias(c, corner, scores, step, vectors, count);
     constexpr int L = Lanes<T>::count;
     const double cap = c.options.softcap, true_scale = c.options.true_scale;
     const T scale = (T)true_scale, top = (T)cap, stretch = cap ? T(true_scale / cap * 2.88539008177792681472) : T(0);
@@ -146,7 +186,6 @@ __attribute__((noinline)) void transform_scores(const ringtile_call &c, const Co
             store(at, s);
             if (factors) store(factors + i * step + n * L, (1 - t * t) * scale);
         }
-    if (c.options.added) add_bias(c, corner, scores, step, vectors, count);
 }
 // For the other sets of AVX-512, too.
 template void transform_scores(const ringtile_call &, const Corner &, float *, float *, int64_t, int, int);

@@ -6,6 +6,7 @@ computed piece by piece: some rows, and the keys that they can meet. The backwar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,20 +16,8 @@ from torch.nn.functional import embedding
 
 from ringtile.index import BlockIndex
 from ringtile.index.schedule import derived
-from ringtile.kernels import operators
-from ringtile.kernels.contracts import (
-    OPTIONAL,
-    ROW_NAMES,
-    Added,
-    Call,
-    Rows,
-    accumulator,
-    backend_of,
-    check_memory,
-    index_of,
-    new_out,
-    options_of,
-)
+from ringtile.kernels import contracts, operators
+from ringtile.kernels.contracts import Added, Call, Rows, accumulator, index_of, new_out
 from ringtile.kernels.plans import prepared_of
 
 _BYTES = 1 << 25
@@ -100,7 +89,7 @@ def _reaches(index: BlockIndex) -> tuple[list[int], list[int]]:
 
 
 def _row_pieces(index: BlockIndex, most: int) -> list[_Piece]:
-    """Cut an index into pieces of at most so many row tiles, or an eighth of the column tiles that they can meet."""
+    """Cut an index into pieces of at most so many row tiles."""
     block, found, begin = index.block, list[_Piece](), 0
     low, high = derived(index, _reaches)
     while begin < index.n_rows:
@@ -144,14 +133,13 @@ def _cuts(q: Tensor, k: Tensor, terms: Sequence[Term], call: Call) -> Iterator[_
     # More rows need fewer sums of gradients of all their keys, but also compute more distances than they meet.
     low, high = derived(index, _reaches)
     reach = max([b - a for a, b in zip(low, high, strict=True)], default=1)
-    tiles = min(max(2, reach // 8), max(index.n_rows, 1))
+    tiles = min(max(2, reach // 16), max(index.n_rows, 1))
     while tiles > 1 and index.block**2 * tiles * (2 * tiles + reach) * ratio > most:
         tiles -= 1
-    # Some heads at a time if the numbers of all are too many.
-    size = index.block**2 * tiles * (2 * tiles + reach)
-    together = (
-        max(x for x in range(1, key_heads + 1) if x == 1 or (key_heads % x == 0 and x * ratio * size <= most)) * ratio
-    )
+    # Several heads at a time while caches may hold their numbers and as many gradients.
+    size, most = index.block**2 * tiles * (2 * tiles + reach), most // 2
+    fit = min(max(most // (ratio * size), 1), key_heads)
+    together = max(x for x in range(1, fit + 1) if key_heads % x == 0) * ratio
     several = max(most // (heads * size), 1) if together == heads else 1
     pieces = derived(index, _row_pieces, tiles, lengths=True)
     places = [_places(term, q, k, call) for term in terms]
@@ -169,19 +157,27 @@ def _cuts(q: Tensor, k: Tensor, terms: Sequence[Term], call: Call) -> Iterator[_
                     tensors[0] = tensors[0][some]
                 if tensors[0].shape[1] > 1:
                     tensors[0] = tensors[0][:, mine].contiguous()
+                if lengths is not None:
+                    lengths = (lengths[some] - keys.start).clamp(0, keys.stop - keys.start)
                 own = call._replace(
                     start=part.start,
                     tiles=tensors,
                     pattern="",
                     key_bits=None if bits is None else bits[some, keys.start // 32 : -(-keys.stop // 32)],
-                    key_lengths=None
-                    if lengths is None
-                    else (lengths[some] - keys.start).clamp(0, keys.stop - keys.start),
+                    key_lengths=lengths,
                     batch_at=None if batch_at is None else batch_at[some],
                     head_at=None if head_at is None else head_at[mine],
                 )
                 of_keys = some, slice(mine.start // ratio, -(-mine.stop // ratio)), keys
                 yield _Cut((some, mine, rows), of_keys, own, places, keys.start - call.start - rows.start)
+
+
+def _taken(room: list[Tensor], number: int, *shape: int) -> Tensor:
+    """Return memory that the pieces of a call share: pages that are new to a process cost as much as products do."""
+    size = math.prod(shape)
+    if room[number].numel() < size:
+        room[number] = room[number].new_empty(size)
+    return room[number][:size].view(shape)
 
 
 def _slanted(x: Tensor, width: int) -> Tensor:
@@ -207,20 +203,26 @@ class _Products(NamedTuple):
         table, of = self.term.table, self.term.of
         assert of is not None
         rows = of[self.at].to(dtype) * scale
-        places = torch.arange(self.first, self.first + rows.shape[2] + self.width - 1, device=table.device)
-        places = places.clamp_(0, table.shape[1] - 1)
+        table, end = self.mine(table), self.first + rows.shape[2] + self.width - 1
+        if 0 <= self.first and end <= table.shape[1]:
+            table = table[:, self.first : end]
+        else:
+            places = torch.arange(self.first, end, device=table.device)
+            table = table.index_select(1, places.clamp_(0, table.shape[1] - 1))
         # Seen from a key, a later query is nearer.
-        places = places.flip(0) if self.term.by_key else places
-        return rows, self.mine(table).index_select(1, places).to(dtype)
+        return rows, (table.flip(1) if self.term.by_key else table).to(dtype)
 
     def mine(self, table: Tensor) -> Tensor:
         """Return the heads of a table."""
         return table if len(table) == 1 else table[self.at[1]]
 
-    def numbers(self, dtype: torch.dtype, scale: float) -> Tensor:
+    def numbers(self, room: list[Tensor], number: int, scale: float) -> Tensor:
         """Return the products by pairs ``[b, h, n, width]``, a view of those by distance."""
-        rows, table = self.operands(dtype, scale)
-        return _slanted((rows @ table.mT).contiguous(), self.width)
+        rows, table = self.operands(room[0].dtype, scale)
+        found = _taken(room, number, *rows.shape[:3], table.shape[1])
+        table = table.mT.expand(*rows.shape[:2], -1, -1)
+        torch.bmm(rows.flatten(0, 1), table.flatten(0, 1), out=found.flatten(0, 1))
+        return _slanted(found, self.width)
 
     def add_grads(self, by_distance: Tensor, scale: float, table_grad: Tensor, of_grad: Tensor) -> None:
         """Add the gradients of the table and of the rows from those of the products by distance."""
@@ -263,41 +265,46 @@ def _pairs_of_table(cut: _Cut, number: int, term: Term) -> Tensor:
     return (key_at[cut.keys[2]] - query_at[cut.rows[2], None]).clamp(0, term.table.flatten(1).shape[1] - 1)
 
 
-def _added(cut: _Cut, terms: Sequence[Term], dtype: torch.dtype) -> Added:
-    """Return the sum of all terms of a cut, by pairs."""
-    total: Tensor | None = None
+def _added(cut: _Cut, terms: Sequence[Term], room: list[Tensor]) -> Added:
+    """Return the sum of all terms of a cut, by pairs, in the first memory of a room."""
+    # That of a first term of queries is a view of its products by distance.
+    total: Any = None if terms[0].spec[0] == 1 else _taken(room, 0, *cut.shape).zero_()
     for number, term in enumerate(terms):
         if term.of is None:
             table = term.table.flatten(1)
-            table = (table if len(table) == 1 else table[cut.rows[1]]).to(dtype)
-            values = embedding(_pairs_of_table(cut, number, term), table.mT).permute(2, 0, 1).unsqueeze(0)
-        else:
-            parts = [x.numbers(dtype, cut.call.scale) for _, x in _products(cut, term)]
-            values = torch.cat([x.mT for x in parts], 3) if term.by_key else parts[0]
-        total = values if total is None else total + values
-    assert total is not None
-    total = (total if total.stride(3) == 1 else total.contiguous()).expand(cut.shape)
+            table = (table if len(table) == 1 else table[cut.rows[1]]).to(room[0].dtype)
+            total += embedding(_pairs_of_table(cut, number, term), table.mT).permute(2, 0, 1)
+            continue
+        for keys, x in _products(cut, term):
+            values = x.numbers(room, int(total is not None), cut.call.scale)
+            if total is None:
+                total = values
+            else:
+                total[..., keys] += values.mT if term.by_key else values
     key_at = torch.arange(cut.shape[3], dtype=torch.int32, device=total.device)
-    query_at = torch.zeros(cut.shape[2], dtype=torch.int32, device=total.device)
-    return Added(total, query_at, key_at)
+    return Added(total, torch.zeros(cut.shape[2], dtype=torch.int32, device=total.device), key_at)
 
 
-def _add_grads(cut: _Cut, terms: Sequence[Term], grad: Tensor, totals: Sequence[Tensor]) -> None:
+def _add_grads(
+    cut: _Cut, terms: Sequence[Term], by_distance: Tensor, grad: Tensor, room: list[Tensor], totals: Sequence[Tensor]
+) -> None:
     """Add the gradients of all terms from those of the numbers of a cut. Totals are in the order of `_terms`."""
-    place = 0
+    left = iter(totals)
     for number, term in enumerate(terms):
+        total = next(left)
         if term.of is None:
-            table = totals[place].flatten(1)
+            table = total.flatten(1)
             mine, at = table if len(table) == 1 else table[cut.rows[1]], _pairs_of_table(cut, number, term)
             summed = (grad.sum(1, keepdim=True) if len(table) == 1 else grad).sum(0)
             mine += torch.ops.aten.embedding_dense_backward(summed.permute(1, 2, 0), at, table.shape[1], -1, False).mT
-        else:
-            for keys, x in _products(cut, term):
+            continue
+        of_total = next(left)
+        for keys, x in _products(cut, term):
+            if number or term.by_key:
                 own = grad[..., keys].mT if term.by_key else grad[..., keys]
-                by_distance = own.new_zeros(*own.shape[:3], own.shape[2] + own.shape[3] - 1)
+                by_distance = _taken(room, 1, *own.shape[:3], own.shape[2] + own.shape[3] - 1).zero_()
                 _slanted(by_distance, x.width).copy_(own)
-                x.add_grads(by_distance, cut.call.scale, totals[place], totals[place + 1])
-        place += 1 if term.of is None else 2
+            x.add_grads(by_distance, cut.call.scale, total, of_total)
 
 
 def _whole(term: Term, q: Tensor, k: Tensor, call: Call) -> Added:
@@ -307,37 +314,33 @@ def _whole(term: Term, q: Tensor, k: Tensor, call: Call) -> Added:
     return Added(values.expand(*q.shape[:2], -1, -1), query_at, key_at)
 
 
-def _is_whole(terms: Sequence[Term]) -> bool:
-    return len(terms) == 1 and terms[0].of is None
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor], spec: Sequence[int], *rest: Any
 ) -> tuple[Tensor, Tensor]:
     call, terms, wide = Call(*rest), _terms(biases, spec), accumulator(q)
-    check_memory(("query", "key", "value", *OPTIONAL), (q, k, v, *options_of(call)))
-    check_memory(("bias",) * len(biases), biases)
-    compute = backend_of(call.backend).forward
-    if _is_whole(terms):
-        found: tuple[Tensor, Tensor] = compute(
-            q, k, v, call, *prepared_of(q, k, v, call), added=_whole(terms[0], q, k, call)
-        )
+    contracts.check_memory(("query", "key", "value", *contracts.OPTIONAL), (q, k, v, *contracts.options_of(call)))
+    contracts.check_memory(("bias",) * len(biases), biases)
+    compute = contracts.backend_of(call.backend).forward
+    if len(terms) == 1 and terms[0].of is None:
+        added = _whole(terms[0], q, k, call)
+        found: tuple[Tensor, Tensor] = compute(q, k, v, call, *prepared_of(q, k, v, call), added=added)
         return found
     out, lse = new_out(q, v.shape[3]).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    room = list(q.new_empty(3, 0, dtype=wide))
     for cut in _cuts(q, k, terms, call):
         # In half precision, the gradients of keys would be rounded once per piece.
         tensors = q[cut.rows].to(wide), k[cut.keys].to(wide), v[cut.keys].to(wide)
-        out[cut.rows], lse[cut.rows] = compute(*tensors, cut.call, added=_added(cut, terms, wide))
+        out[cut.rows], lse[cut.rows] = compute(*tensors, cut.call, added=_added(cut, terms, room))
     return out, lse
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     rows, biases, call = Rows(*arguments[:7]), arguments[7], Call(*arguments[9:])
-    check_memory((*ROW_NAMES, *OPTIONAL), (*rows, *options_of(call)))
-    check_memory(("bias",) * len(biases), biases)
+    contracts.check_memory((*contracts.ROW_NAMES, *contracts.OPTIONAL), (*rows, *contracts.options_of(call)))
+    contracts.check_memory(("bias",) * len(biases), biases)
     (q, k, v), terms, wide = rows[2:5], _terms(biases, arguments[8]), accumulator(rows.q)
-    compute = backend_of(call.backend).backward
-    if _is_whole(terms):
+    compute = contracts.backend_of(call.backend).backward
+    if len(terms) == 1 and terms[0].of is None:
         added = _whole(terms[0], q, k, call)
         grad = torch.zeros(added.values.shape, dtype=wide, device=q.device)
         grads = compute(rows, call, *prepared_of(q, k, v, call), added=added._replace(grad=grad))
@@ -345,21 +348,18 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         by_head = by_head.sum(0, keepdim=True) if len(biases[0]) == 1 else by_head
         return *grads, [by_head.view(biases[0].shape).to(biases[0].dtype)]
     sums, totals = ([torch.zeros(x.shape, dtype=wide, device=q.device) for x in each] for each in ((q, k, v), biases))
+    room, skewed = list(q.new_empty(3, 0, dtype=wide)), terms[0].spec[0] == 1
     for cut in _cuts(q, k, terms, call):
         at = cut.rows, cut.rows, cut.rows, cut.keys, cut.keys, cut.rows, cut.rows
         part = Rows._make(None if x is None else x[place].to(wide) for x, place in zip(rows, at, strict=True))
-        added = _added(cut, terms, wide)
-        (*sizes, width), skewed = cut.shape, len(terms) == 1 and not terms[0].by_key
-        # Kernels add the gradients of one term of queries to those of its products by distance.
-        by_distance = torch.zeros(*sizes, width + (sizes[2] - 1) * skewed, dtype=wide, device=q.device)
+        added, (*sizes, width) = _added(cut, terms, room), cut.shape
+        # Kernels add the gradients of a first term of queries to those of its products by distance.
+        by_distance = _taken(room, 2, *sizes, width + (sizes[2] - 1) * skewed).zero_()
         grad = _slanted(by_distance, width) if skewed else by_distance
         found = compute(part, cut.call, added=added._replace(grad=grad))
         for total, place, more in zip(sums, at[2:5], found, strict=True):
             total[place] += more
-        if skewed:
-            next(_products(cut, terms[0]))[1].add_grads(by_distance, call.scale, *totals)
-        else:
-            _add_grads(cut, terms, grad, totals)
+        _add_grads(cut, terms, by_distance, grad, room, totals)
     q_grad, k_grad, v_grad = (x.to(q.dtype) for x in sums)
     return q_grad, k_grad, v_grad, [x.to(of.dtype) for x, of in zip(totals, biases, strict=True)]
 
@@ -412,11 +412,8 @@ class _Attention(torch.autograd.Function):
                 return (None,) * (6 + n_tensors)
             out_grad = torch.zeros_like(out)
         rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
-        grads: tuple[Tensor, ...]
-        if torch.compiler.is_compiling() or not operators.is_differentiated(*rows):
-            grads = _differentiate(*rows, spec, n_biases, call, *tensors)
-        else:
-            grads = _Backward.apply(*rows, spec, n_biases, call, *tensors)
+        plain = torch.compiler.is_compiling() or not operators.is_differentiated(*rows)
+        grads = (_differentiate if plain else _Backward.apply)(*rows, spec, n_biases, call, *tensors)
         return (*grads[:3], None, None, None, *grads[3:], *(None for _ in range(n_tensors - n_biases)))
 
 

@@ -1,7 +1,5 @@
 """Generation with adaptive attention: each step reads the tiles that a call over all tokens would choose."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

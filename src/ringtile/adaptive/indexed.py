@@ -1,7 +1,5 @@
 """Attention over the keys that a small indexer, which learns from the layer's attention, chooses for each query."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The best keys or blocks of each query by the scores of small heads, without the scores of all pairs."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

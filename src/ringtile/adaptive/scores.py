@@ -1,7 +1,5 @@
 """Scores of tiles: how much of its attention each row of tiles would give to each tile, estimated or computed."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The attention function that transformers calls, on `ringtile.sparse_attention`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union
 

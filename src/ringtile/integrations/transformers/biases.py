@@ -4,8 +4,6 @@ Modules that compute such numbers hand over a function in their place. Of a quer
 query, it returns options of `sparse_attention`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models whose attention is written by hand, Longformer and BigBird: it is replaced, with the same weights."""
 
-from __future__ import annotations
-
 import math
 from types import MethodType
 from typing import Any

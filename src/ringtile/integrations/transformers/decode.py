@@ -5,8 +5,6 @@ reorders a cache for beams, crops it, and picks batch elements, by giving a laye
 tensors are still those that it returned last, and begins anew if not.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models that were trained sparse: their indexers choose keys without the scores of all pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ mask of it. The result travels through the model to the attention function. It m
 is one without memory, a `PatternMask`, that carries the kept pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import and_, or_

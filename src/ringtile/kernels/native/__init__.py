@@ -1,7 +1,5 @@
 """The C++ kernel for CPUs: SIMD and threads, forward and backward, over any index."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Checks of everything that the library reads by address, so that no call makes it read outside a tensor."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

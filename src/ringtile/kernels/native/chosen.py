@@ -3,8 +3,6 @@
 See `ringtile.kernels.contracts` for the lists. ``native/chosen.h`` has the kernel.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

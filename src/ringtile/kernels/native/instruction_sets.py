@@ -1,7 +1,5 @@
 """Instruction sets: their rates, and the set that computes each dtype. The newest is not always the fastest."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The tiles of an index's lists that a mask keeps, by the library."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import partial
 

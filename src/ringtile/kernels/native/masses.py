@@ -1,7 +1,5 @@
 """Masses of segments of keys, by the library: the call of `ringtile.kernels.masses`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """How a call is computed: float32 by products of bfloat16 parts only if the caller allows it."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

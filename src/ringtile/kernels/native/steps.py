@@ -3,8 +3,6 @@
 An index has lists of columns, splits and checks, which serve many calls. To make them takes longer than a step.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 With TRITON_INTERPRET=1 in the environment, Triton computes them on the CPU with NumPy: a proof, not for use.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

@@ -1,7 +1,5 @@
 """Attention over lists of keys per query, by Triton. See `ringtile.kernels.contracts` for the lists."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The launches of a call: kernels, grids and arguments."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

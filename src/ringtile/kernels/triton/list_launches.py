@@ -1,7 +1,5 @@
 """The launches of a call over lists, and the tables that lead from an entry to the queries that list it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Triton binds some 75 values a kernel and looks at each. That takes longer than a kernel over a few thousand tokens.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 We chose them by the compiler's output: no register is spilled inside a loop.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

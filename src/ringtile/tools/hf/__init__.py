@@ -1,7 +1,5 @@
 """`ringtile hf`: whether ringtile helps a model of Hugging Face transformers, correctness first, then time and loss."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The correctness check of a model: its logits and its loss against eager attention."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

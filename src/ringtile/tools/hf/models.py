@@ -1,7 +1,5 @@
 """Models of Hugging Face transformers and the text that they read, from local files or the hub."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The measurement of one model: the check, the losses, and interleaved times with peak memory."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

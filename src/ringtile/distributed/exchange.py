@@ -28,6 +28,7 @@ from ringtile.distributed.process_groups import of_group
 from ringtile.distributed.relays import Relays
 from ringtile.distributed.stages import Tensors
 from ringtile.kernels.contracts import accumulator
+from ringtile.kernels.operators import library, register
 
 EXCHANGES = 256
 """Exchanges that a group keeps for calls that are not compiled."""
@@ -35,7 +36,6 @@ _MASKS = "key masks, forward"
 T = TypeVar("T")
 _lock = Lock()
 
-library = torch.library.Library("ringtile", "FRAGMENT")
 # It reads nothing of `after`, which keeps compilers from another order of masks and keys at some ranks.
 library.define("cast_start(Tensor k, Tensor v, int exchange, Tensor? after=None) -> (Tensor, Tensor)")
 library.define("group_cast(Tensor k, Tensor v, Tensor received, Tensor ticket, int exchange) -> (Tensor, Tensor)")
@@ -356,16 +356,12 @@ def _reduce_backward(ctx: Any, k_cot: Tensor, v_cot: Tensor) -> tuple[Tensor | N
     return *torch.ops.ringtile.group_cast(k_cot, v_cot, *started, ctx.exchange.number), None
 
 
-for _name, _implementation, _fake in (
-    ("cast_start", _start, _fake_start),
-    ("group_cast", _cast, _fake_moved),
-    ("cast_hot", _cast_hot, _fake_moved),
-    ("cast_cold", _cast_cold, lambda *tensors_and_number: None),
-    ("group_reduce", _reduce, _fake_moved),
-    ("cast_bits", _cast_bits, lambda keep, number: keep.new_empty(len(keep), by_number[number].plan.n_buffer)),
-):
-    library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
+register("cast_start", _start, _fake_start)
+register("group_cast", _cast, _fake_moved)
+register("cast_hot", _cast_hot, _fake_moved)
+register("cast_cold", _cast_cold, lambda *tensors_and_number: None)
+register("group_reduce", _reduce, _fake_moved)
+register("cast_bits", _cast_bits, lambda keep, number: keep.new_empty(len(keep), by_number[number].plan.n_buffer))
 torch.library.register_autograd("ringtile::group_cast", _cast_backward, setup_context=_keep_exchange, lib=library)
 torch.library.register_autograd("ringtile::group_reduce", _reduce_backward, setup_context=_keep_exchange, lib=library)
 
@@ -381,8 +377,7 @@ def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     return grad, [torch.ops.ringtile.tied(torch.zeros_like(x), [grad, *others]) for x in others]
 
 
-library.impl("tied", lambda x, others: x.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("ringtile::tied", lambda x, others: x.clone(), lib=library)
+register("tied", lambda x, others: x.clone(), lambda x, others: x.clone())
 torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=_keep_others, lib=library)
 
 

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.distributed.exchange import by_number, library
+from ringtile.distributed.exchange import by_number
 from ringtile.distributed.layout import Layout, Run, placed, with_starts
 from ringtile.distributed.lockstep import Facts, Lockstep
 from ringtile.distributed.stages import Stage, Tensors, gather, scatter
 from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.contracts import accumulator
+from ringtile.kernels.operators import library, register
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
 
@@ -219,10 +220,7 @@ def _to_tokens_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], No
     return torch.ops.ringtile.to_heads(grads, ctx.kinds, ctx.exchange.number), None, None
 
 
-for _name, _fake, _backward in (
-    ("to_heads", _fake_to_heads, _to_heads_backward),
-    ("to_tokens", _fake_to_tokens, _to_tokens_backward),
-):
-    library.impl(_name, partial(_by_dtype, _name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
+register("to_heads", partial(_by_dtype, "to_heads"), _fake_to_heads)
+register("to_tokens", partial(_by_dtype, "to_tokens"), _fake_to_tokens)
+for _name, _backward in (("to_heads", _to_heads_backward), ("to_tokens", _to_tokens_backward)):
     torch.library.register_autograd(f"ringtile::{_name}", _backward, setup_context=_keep_exchange, lib=library)

@@ -325,7 +325,8 @@ def _attend(
     if isinstance(pattern, Neighborhood) and not is_causal and start is None and by_rule:
         tiled = pattern.in_tiles
         if tiled.tile != pattern.tile and query.shape[2] == n_keys == math.prod(pattern.size):
-            return _attend_in_tiles(query, key, value, tiled, enable_gqa, backend, options)
+            more: Any = {"enable_gqa": enable_gqa, "backend": backend, **options}
+            return _attend_in_tiles(query, key, value, pattern=tiled, **more)
     call = make_call(query, backend=backend, **options)
     # A pattern with a text has no lists.
     if isinstance(pattern, Pattern) and pattern.text is None and (found := split(rule_of(pattern, is_causal, start))):
@@ -364,23 +365,14 @@ def _attend(
         return attention(query, key, value, call, prepared)
 
 
-def _attend_in_tiles(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Neighborhood,
-    enable_gqa: bool,
-    backend: str | None,
-    options: RowOptions,
-) -> tuple[Tensor, Tensor]:
-    """Move tokens to the order of compact tiles, compute attention there, and move the results back."""
+def _attend_in_tiles(*tensors: Tensor, pattern: Neighborhood, sinks: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Move tokens to the order of compact tiles, compute attention there without sinks, and move the results back."""
     # Dynamo calls no method of a pattern that a function gave it as a constant.
-    order = token_order(pattern.size, pattern.dilation, pattern.tile).to(query.device)
-    q, k, v = (x.index_select(2, order) for x in (query, key, value))
-    keywords: Any = {name: x for name, x in options.items() if name != "sinks"}
+    order = token_order(pattern.size, pattern.dilation, pattern.tile).to(tensors[0].device)
     if options["key_mask"] is not None:
-        keywords["key_mask"] = options["key_mask"].index_select(1, order)
-    found = sparse_attention(q, k, v, pattern, enable_gqa=enable_gqa, backend=backend, return_lse=True, **keywords)
+        options["key_mask"] = options["key_mask"].index_select(1, order)
+    q, k, v = (x.index_select(2, order) for x in tensors)
+    found = sparse_attention(q, k, v, pattern, return_lse=True, **options)
     back = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     return found[0].index_select(2, back), found[1].index_select(2, back)
 

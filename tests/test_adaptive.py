@@ -23,6 +23,7 @@ from ringtile.adaptive import (
     Budget,
     Controller,
     Density,
+    Gain,
     Means,
     Probe,
     Recent,
@@ -37,6 +38,7 @@ from ringtile.adaptive import (
     audit,
     select,
 )
+from ringtile.adaptive.budgets import gains_of
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
 
@@ -61,7 +63,7 @@ ALL: list[Scores] = [
 ]
 INFORMED = [scores for scores in ALL if not isinstance(scores, Recent | Shuffled)]
 SAFE = [scores for scores in ALL if scores.causal_safe]
-FULL: list[Budget] = [Density(1.0), TopK(99), TopP(1.0), Threshold(0.0)]
+FULL: list[Budget] = [Density(1.0), TopK(99), TopP(1.0), Threshold(0.0), Gain(0.0)]
 RULES: dict[str, Pattern] = {
     "all pairs": Dense(),
     "causal": Causal(),
@@ -301,6 +303,39 @@ def test_budgets_keep_the_best_tiles_of_each_row(problem: tuple[Tensor, Tensor, 
                     assert row[kept].sum() - row[free].min() < share + 1e-5
 
 
+@settings(max_examples=60)
+@given(problem=maps(), least=st.floats(0.001, 0.7), other=st.floats(0.001, 0.7))
+def test_a_gain_is_of_a_score_and_of_what_better_tiles_leave(
+    problem: tuple[Tensor, Tensor, Tensor], least: float, other: float
+) -> None:
+    scores, allowed, forced = problem
+    keep, gains = Gain((least, other)).keep(scores, allowed, forced), gains_of(scores, allowed, forced)
+    for b, h, r in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(scores.shape[2])).tolist():
+        row, must, number = scores[b, h, r].double(), allowed[0, h, r] & forced[r], (least, other)[h]
+        free = allowed[0, h, r] & ~must
+        left = float(row[free].sum())
+        for col in sorted(free.nonzero().flatten().tolist(), key=lambda col: (-float(row[col]), col)):
+            assert float(gains[b, h, r, col]) == pytest.approx(math.sqrt(float(row[col]) * max(left, 0)), abs=2e-4)
+            left -= float(row[col])
+        assert torch.equal(keep[b, h, r] & ~free, must)
+        # Equal scores are kept together, if the first of them gains enough.
+        whole = torch.stack([(row * row[free & (row <= each)].sum()).sqrt()[col] for col, each in enumerate(row)])
+        assert not (keep[b, h, r] & free & (whole < number - 1e-6)).any()
+        missed = free & ~keep[b, h, r] & (whole >= number + 1e-6)
+        if missed.any():
+            assert row[missed].max() < 1.03 * row[free & (whole >= number)].min()
+
+
+def test_gains_of_many_tiles_are_found_without_a_sort() -> None:
+    scores = (3 * torch.randn(1, 4, 200, 200)).exp().tril()
+    scores = scores / scores.sum(3, keepdim=True)
+    allowed, forced = torch.ones(1, 1, 200, 200, dtype=torch.bool).tril(), torch.eye(200, dtype=torch.bool)
+    wanted = allowed & (forced | (gains_of(scores, allowed, forced) >= 0.03))
+    keep = Gain(0.03).keep(scores, allowed, forced)
+    assert not (keep & ~wanted).any()
+    assert (wanted & ~keep).sum() < 0.004 * wanted.sum()
+
+
 def test_a_budget_by_head_and_forced_tiles_count() -> None:
     q, k, _, _ = make_inputs(1, 2, 320, dtype=torch.float32)
     index = select(q, k, Shuffled(), Density((0.1, 0.9)), base=Dense(), block=BLOCK, first=2, local=1)
@@ -349,7 +384,7 @@ def changed(scores: Scores, budget: Budget, start: int, **options: Any) -> int:
 
 @pytest.mark.parametrize(
     ("scores", "budget", "start", "last_dense"),
-    all_pairs(SAFE, [Density(0.3), TopK(3), TopP(0.7), Threshold(0.2)], (0, 35), (0, 20)),
+    all_pairs(SAFE, [Density(0.3), TopK(3), TopP(0.7), Threshold(0.2), Gain(0.1)], (0, 35), (0, 20)),
     ids=str,
 )
 def test_the_future_changes_nothing_where_scores_are_causal_safe(
@@ -470,6 +505,7 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: Density(1.1), "density: expected numbers from 0 to 1, got 1.1"),
         (lambda: TopP(0), "p: expected a number above 0 and at most 1"),
         (lambda: Threshold(-1), "least: expected numbers of at least 0"),
+        (lambda: Gain(-1), "least: expected numbers of at least 0"),
         (lambda: Controller(1.0), "quality: expected a number between 0 and 1"),
         (lambda: Controller(0.9, "always"), "mode: expected 'call', 'offline' or 'running'"),
         (lambda: Controller(0.95, rows=18), "rows: expected at least 19 for quality=0.95, got 18"),

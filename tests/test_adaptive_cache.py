@@ -19,6 +19,7 @@ from ringtile.adaptive import (
     Box,
     Controller,
     Density,
+    Gain,
     Means,
     Probe,
     Recent,
@@ -35,7 +36,7 @@ from ringtile.patterns import Blocks, Causal, Dense, Documents, GlobalTokens, Pa
 TILE_SCORES = [Probe("first"), Recent(), Shuffled(3), Sum(Probe("first"), Recent())]
 TOKEN_SCORES = [Blend(None), Box(None), Means(None), Sum(Blend(None), Means(None))]
 SCORES = [*TILE_SCORES, *TOKEN_SCORES]
-BUDGETS = [Density(0.4), Density((0.2, 0.5, 0.3, 0.9)), TopK(2), TopP(0.7), Threshold(0.2)]
+BUDGETS = [Density(0.4), Density((0.2, 0.5, 0.3, 0.9)), TopK(2), TopP(0.7), Threshold(0.2), Gain(0.1)]
 RULES = [Causal(), Causal() & (Window(40) | GlobalTokens(10)), Causal() & per_head([Dense(), Window(60)] * 2)]
 N, BLOCK = 150, 16
 

@@ -21,6 +21,7 @@ from ringtile.adaptive import (
     Calibration,
     Controller,
     Density,
+    Gain,
     HeadFacts,
     Means,
     Probe,
@@ -88,7 +89,7 @@ def test_the_target_is_held_on_rows_that_were_not_audited(scores: Scores, qualit
         density += controller.report.density / draws
     assert realized.min() > quality - 0.005
     levels = torch.tensor(LEVELS)[(lost / N <= 1 - quality).int().argmax(2)]
-    smallest = kept_above(levels, *arguments[1:]).sum((2, 3)) / base.tiles.sum((2, 3))
+    smallest = kept_above(levels.unsqueeze(-1), *arguments[1:]).sum((2, 3)) / base.tiles.sum((2, 3))
     assert (density - smallest).mean() < (0.10 if quality == 0.95 else 0.06)
     assert smallest.min() < 0.3 < 0.6 < smallest.max() or isinstance(scores, Shuffled | Means)
 
@@ -300,12 +301,12 @@ def test_a_calibration_is_stored_and_refuses_another_model(tmp_path: Path) -> No
     (attend,), (coarse,) = after.attention(0.1), after.attention(0.101)
     candidates = Threshold(tuple(after.threshold(0.15) / weight for weight in (0.5, 1.5)))
     assert attend.choice.scores == Refined(scores, candidates)
-    assert attend.choice.budget == Threshold((fine[5] / 2, fine[5] / 4))
+    assert attend.choice.budget == Gain((fine[5] / 2, fine[5] / 4))
     assert (after.threshold(0.1), coarse.choice.scores) == (fine[5], scores)
     after.check(facts)
     with pytest.raises(ValueError, match="calibration: it is of a model with heads=2, got 9"):
         after.check({**facts, "heads": 9})
-    path.write_text(path.read_text().replace('"format": 3', '"format": 7'))
+    path.write_text(path.read_text().replace('"format": 4', '"format": 7'))
     with pytest.raises(ValueError, match=r"calibration: expected a file of Calibration.save in '.*': another format"):
         Calibration.load(path)
     path.write_text("{}")

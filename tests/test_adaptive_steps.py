@@ -17,6 +17,7 @@ from ringtile.adaptive import (
     Choice,
     Controller,
     Density,
+    Gain,
     Means,
     Probe,
     Recent,
@@ -33,7 +34,7 @@ from ringtile.patterns import Causal
 
 BLOCK, N = 16, 150
 SCORES = [Blend(None), Box(None), Means(None), Sum(Blend(None), Sum(Means(None), Box(None)), weights=(3, 1))]
-BUDGETS = [Density(0.3), Density((0.2, 0.5, 0.3, 0.9)), TopK(2), TopP(0.7), Threshold(0.15), Density(0.0)]
+BUDGETS = [Density(0.3), Density((0.2, 0.5, 0.3, 0.9)), TopK(2), TopP(0.7), Threshold(0.15), Gain(0.1), Density(0.0)]
 CHOICE = Choice(Blend(None), Density(0.3), first=0, local=0)
 
 

@@ -4,6 +4,7 @@ from ringtile.adaptive.audit import QualityReport as QualityReport
 from ringtile.adaptive.audit import audit as audit
 from ringtile.adaptive.budgets import Budget as Budget
 from ringtile.adaptive.budgets import Density as Density
+from ringtile.adaptive.budgets import Gain as Gain
 from ringtile.adaptive.budgets import Threshold as Threshold
 from ringtile.adaptive.budgets import TopK as TopK
 from ringtile.adaptive.budgets import TopP as TopP

@@ -1,5 +1,6 @@
 """Budgets: how many of the best tiles each row keeps. No row decides about another."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.checks import check_positive
+
+_TINY = 2.0**-126
 
 
 def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
@@ -152,9 +155,59 @@ class Threshold(Budget):
             raise ValueError(
                 f"least: expected one number, or one for each of {scores.shape[1]} heads, got {self.least}"
             )
-        return kept_above(torch.tensor(self._each, device=scores.device), scores, allowed, forced)
+        return kept_above(self._lowest(scores, allowed, forced), scores, allowed, forced)
+
+    def _lowest(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        return torch.tensor(self._each, device=scores.device).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Gain(Threshold):
+    """Keep the tiles whose gain is at least a number: the root of the score times the part that better tiles leave.
+
+    A row that spreads its attention loses the sum of what it drops, so it keeps tiles that a peaked row drops. Forced
+    tiles come before all others. A tile whose score is within 3 % of the lowest kept one can be missed.
+
+    Args:
+        least: Gain, at least 0, or one number per head. More than 1 keeps the forced tiles alone.
+    """
+
+    def _lowest(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        least = super()._lowest(scores, allowed, forced).unsqueeze(2)
+        free = scores.masked_fill(allowed & forced | ~allowed, 0)
+
+        def wanted(above: Tensor) -> Tensor:
+            # The score that gains enough after all tiles above another score.
+            left = torch.where(free <= above, free, 0).sum(3, keepdim=True)
+            return (least / left.clamp(min=_TINY).sqrt()).square().clamp(min=_TINY)
+
+        # A tile's gain falls with its score. So the lowest score of a row is bracketed, which is faster than a sort. If
+        # some score is enough, what lies above it leaves at least as much as the lowest one, and the other way round.
+        high = free.amax(3, keepdim=True)
+        low = wanted(high)
+        high = high.masked_fill(high < low, torch.inf)
+        # From 1 down to the square of the number, by factors of 1.03.
+        steps = math.log2(max(2.0, -2 * math.log(max(min(self._each), _TINY**0.5)) / math.log(1.03)))
+        for _ in range(math.ceil(steps)):
+            middle = low.sqrt() * high.sqrt()
+            found = wanted(middle)
+            enough = middle >= found
+            low = torch.where(enough, found, middle).maximum(low)
+            high = torch.where(enough, middle, found).minimum(high)
+        # Just below its own score, a tile counts itself as a better one, so the last one is tried by itself.
+        last = torch.where(free <= high, free, 0).amax(3, keepdim=True)
+        return torch.where(last >= wanted(high), last, high).masked_fill(least == 0, 0).squeeze(3)
+
+
+def gains_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+    """Return the gain of each tile, see `Gain`, for arguments as in `Budget.keep`."""
+    order = rank_of(scores, allowed, allowed & forced).sort(dim=3, descending=True, stable=True).indices
+    inside = scores.masked_fill(~allowed, 0).gather(3, order)
+    # Added up from below, what is left of a row is as exact as its scores.
+    left = inside.flip(3).cumsum(3).flip(3)
+    return torch.zeros_like(scores).scatter_(3, order, inside.sqrt() * left.sqrt())
 
 
 def kept_above(least: Tensor, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-    """Return the tiles whose score is at least a number of their head, ``least`` ``[..., H or 1]``, or forced."""
-    return allowed & (forced | (scores >= least[..., None, None]))
+    """Return the tiles whose score is at least that of their row, ``least`` ``[..., H or 1, R or 1]``, or forced."""
+    return allowed & (forced | (scores >= least.unsqueeze(-1)))

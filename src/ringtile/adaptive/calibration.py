@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive import scores as _scores
-from ringtile.adaptive.budgets import Density, Threshold
+from ringtile.adaptive.budgets import Density, Gain, Threshold, gains_of
 from ringtile.adaptive.choice import forced_tiles
 from ringtile.adaptive.control import Controller
 from ringtile.adaptive.scores import Refined, Scores
@@ -32,7 +32,7 @@ FINE = 0.1
 """Tile densities up to this one are chosen by `Refined` scores, which cost more than they gain above it."""
 _CANDIDATES = 0.15
 """Tile density of their candidates."""
-_FORMAT = 3
+_FORMAT = 4
 
 
 class HeadFacts(NamedTuple):
@@ -43,7 +43,7 @@ class HeadFacts(NamedTuple):
     error: Tensor
     """float64 ``[H]``: the mean squared error of the layer's output by it, over its mean square."""
     scores: Tensor
-    """float32 ``[H, n]``: the scores of the tiles that are allowed and not forced."""
+    """float32 ``[H, n]``: the scores of the tiles that are allowed and not forced, or gains (`Gain`) if `Refined`."""
     allowed: int
     """Number of tiles that each head may keep."""
 
@@ -115,7 +115,8 @@ def head_facts(
         else:
             norm += (outs.transpose(1, 2).flatten(2) @ output.double().mT).square().sum(2).mean(0) @ weight
     free = (allowed & ~forced).any(0).any(0)
-    listed = found.masked_fill(~allowed, 0)[:, :, free].mean(0)
+    ranks = gains_of(found, allowed, forced) if isinstance(scores, Refined) else found.masked_fill(~allowed, 0)
+    listed = ranks[:, :, free].mean(0)
     return HeadFacts(missed, error / norm.clamp(min=1e-30), listed, int(allowed[0, 0].sum()))
 
 
@@ -127,9 +128,9 @@ def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:
     return list(weights.split([len(layer.missed) for layer in layers]))
 
 
-def _ranked(layers: Sequence[HeadFacts]) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
+def _ranked(layers: Sequence[HeadFacts], power: float = 1.0) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
     """Return the weights of all heads, and the number for each density of `GRID`."""
-    weights = head_weights(layers)
+    weights = [each**power for each in head_weights(layers)]
     scored = [
         (layer.scores * each.unsqueeze(1).to(layer.scores.device)).flatten().cpu()
         for layer, each in zip(layers, weights, strict=True)
@@ -160,7 +161,7 @@ class Calibration:
     A tile is kept if its score, times the weight of its head, is at least one number for the whole model. So heads and
     rows get as many tiles as they need, and nothing is counted in a call.
 
-    At tile densities up to 0.1, the scores of `Refined` choose among such candidates, with a threshold of their own.
+    At tile densities up to 0.1, the `Gain` of `Refined` scores chooses among such candidates, with numbers of its own.
 
     Args:
         model: Facts that identify the model: its name, sizes and a hash of its weights.
@@ -207,12 +208,13 @@ class Calibration:
 
     def candidates(self) -> list[Refined]:
         """Return the refined scores of each layer."""
-        budgets = self._budgets(self.weights, _interpolated(self.thresholds, _CANDIDATES))
+        budgets = self._budgets(Threshold, self.weights, _interpolated(self.thresholds, _CANDIDATES))
         return [Refined(self.scores, budget) for budget in budgets]
 
     def refined(self, layers: Sequence[HeadFacts]) -> Calibration:
         """Return this calibration with that of its `candidates`, from the facts of the layers by these scores."""
-        weights, thresholds = _ranked(layers)
+        # A gain is a root, so its weight is one, too.
+        weights, thresholds = _ranked(layers, 0.5)
         return replace(self, fine_weights=weights, fine_thresholds=thresholds)
 
     def threshold(self, density: float) -> float:
@@ -228,8 +230,8 @@ class Calibration:
         return bool(self.fine_weights) and density <= FINE
 
     @staticmethod
-    def _budgets(weights: Sequence[Sequence[float]], number: float) -> list[Threshold]:
-        return [Threshold(tuple(number / weight for weight in of_layer)) for of_layer in weights]
+    def _budgets(kind: type[Threshold], weights: Sequence[Sequence[float]], number: float) -> list[Threshold]:
+        return [kind(tuple(number / weight for weight in of_layer)) for of_layer in weights]
 
     def attention(
         self, density: float | None = None, *, quality: float | None = None, **options: Any
@@ -247,7 +249,9 @@ class Calibration:
         assert density is not None
         number, fine = self.threshold(density), self._is_fine(density)
         ranks: Sequence[Scores] = self.candidates() if fine else [self.scores] * len(self.weights)
-        budgets = self._budgets(self.fine_weights if fine else self.weights, number)
+        budgets = (
+            self._budgets(Gain, self.fine_weights, number) if fine else self._budgets(Threshold, self.weights, number)
+        )
         return [AdaptiveAttention(scores, budget, **how) for scores, budget in zip(ranks, budgets, strict=True)]
 
     def check(self, model: Mapping[str, Any]) -> None:

@@ -94,7 +94,7 @@ class Controller:
                 self._count = count.sum(0, keepdim=True) + (0 if self._count is None else self._count)
             recall = 1 - lost.gather(2, level.expand(lost.shape[:2]).unsqueeze(2)).squeeze(2) / count
         level = level.expand(scores.shape[:2])
-        kept = kept_above(_levels(scores)[level], scores, allowed, forced)
+        kept = kept_above(_levels(scores)[level].unsqueeze(-1), scores, allowed, forced)
         density = kept.sum((2, 3)).double() / allowed.sum((2, 3)).clamp(min=1)
         self.report = ControlReport(density, recall, level == len(LEVELS) - 1)
         if self.mode == "running" and bool((recall < self.quality).any()):

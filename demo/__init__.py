@@ -1,4 +1,4 @@
-"""`make demo`, or `python -m demo`: exact, fast, and training on text, in about three minutes on two cores."""
+"""`make demo`, or `python -m demo`: exact, fast, training on text, an encoder, in about three minutes on two cores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from demo.encodes import Encodes
 from demo.fast import Fast
 from demo.right import Right
 from demo.trains import Trains
@@ -20,7 +21,7 @@ from ringtile.tools.plot import missing_matplotlib
 from ringtile.tools.progress import Progress, threads_text
 from ringtile.tools.units import count, duration_text
 
-ACTS = ("right", "fast", "trains")
+ACTS = ("right", "fast", "trains", "encodes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if warning is not None:
         progress.say(warning)
-    started: list[Right | Fast | Trains] = []
+    started: list[Right | Fast | Trains | Encodes] = []
     pictures: dict[str, Path] = {}
     interrupted = False
     for act in acts:
@@ -93,7 +94,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _acts(args: argparse.Namespace) -> list[Right | Fast | Trains]:
+def _acts(args: argparse.Namespace) -> list[Right | Fast | Trains | Encodes]:
     """Return the chosen acts, in order, after all checks of the arguments."""
     chosen = args.only or ACTS
     if args.context < 64:
@@ -104,11 +105,14 @@ def _acts(args: argparse.Namespace) -> list[Right | Fast | Trains]:
         raise ValueError(f"--out: expected a folder, got the file {str(args.out)!r}")
     if args.text is not None and "trains" not in chosen:
         raise ValueError("--text: used only by the training act, which --only leaves out")
+    if args.pattern is not None and set(chosen) == {"encodes"}:
+        raise ValueError("--pattern: not used by the encoder, the only act that --only names")
     pattern = None if args.pattern is None else parse(args.pattern)
-    makers: dict[str, Callable[[], Right | Fast | Trains]] = {
+    makers: dict[str, Callable[[], Right | Fast | Trains | Encodes]] = {
         "right": lambda: Right(args.seed, pattern),
         "fast": lambda: Fast(args.seed, args.context, pattern),
         "trains": lambda: Trains(args.seed, args.context, args.seconds, pattern, args.text),
+        "encodes": lambda: Encodes(args.seed),
     }
     acts = [make() for name, make in makers.items() if name in chosen]
     # An act can run for a minute before it meets the length at which a pattern is invalid.

@@ -21,12 +21,14 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1]))
 
 import demo
-from demo import fast, right, trains
+from demo import encodes, fast, right, trains
+from demo.encodes import Encodes
 from demo.fast import Fast, LengthRow
 from demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
 from demo.trains import ModelSize, Trains, load_corpus
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index
+from ringtile.integrations.transformers import register
 from ringtile.patterns import Causal, GlobalTokens, Window, per_head
 from ringtile.tools.bench import blank_row
 from ringtile.tools.bench.peers import Attention, Case, Ringtile
@@ -35,6 +37,14 @@ from ringtile.tools.record import DIRECTIONS, FORWARD
 
 ROOT = Path(__file__).parents[1]
 SMALL = ModelSize(width=32, layers=2, heads=1)
+ENCODER = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "local_attention": 32,
+}
+SMALL_ENCODER = partial(Encodes, n_tokens=300, sizes=ENCODER)
 
 
 def run(*argv: str) -> int:
@@ -52,6 +62,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "Right", partial(Right, n_tokens=100))
     monkeypatch.setattr(demo, "Trains", partial(Trains, size=SMALL))
+    monkeypatch.setattr(demo, "Encodes", SMALL_ENCODER)
     monkeypatch.setattr(fast, "TABLE_SECONDS", 0.0)
     monkeypatch.setattr(Fast, "lengths", property(lambda act: [act.context, 4 * act.context]))
     monkeypatch.setattr(fast, "DENSE_SECONDS", 0.0)
@@ -235,6 +246,51 @@ def test_flex_attention_is_asked_and_quoted(monkeypatch, text):
     assert trains.flex_attention_error() is None
 
 
+def test_encoders_are_compared_and_then_timed(capsys):
+    act = SMALL_ENCODER()
+    act.run(Progress())
+    assert act.passed
+    assert 0 < act.error < 1e-7
+    assert list(act.seconds) == list(act.peak_bytes) == ["sdpa", "ringtile"]
+    title, line = capsys.readouterr().out.splitlines()
+    assert "random weights, 4 layers of width 64, 2 over all pairs and 2 with windows of 32; N 300" in title
+    ratio = act.seconds["sdpa"] / act.seconds["ringtile"]
+    assert line.startswith("  sdpa ")
+    assert f"{ratio:.1f}x the speed, error {act.error:.1e}" in line
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        # One key less on each side of a window, and outputs that are off by a thousandth.
+        {"pattern": lambda layer: Window(15) if layer.config.layer_types[layer.layer_idx][0] == "s" else None},
+        {"attend": lambda query, key, value, **options: 1.001 * sparse_attention(query, key, value, **options)},
+    ],
+)
+def test_an_encoder_with_wrong_outputs_is_not_timed(wrong, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(demo, "Encodes", SMALL_ENCODER)
+    monkeypatch.setattr(encodes, "register", partial(register, **wrong))
+    try:
+        assert run("--only", "encodes", "--out", str(tmp_path)) == 1
+    finally:
+        register()
+    printed = capsys.readouterr().out
+    assert "\n  WRONG: ringtile's outputs differ from sdpa's by " in printed
+    assert "A CHECK FAILED" in printed
+    assert "the speed" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_transformers_the_encoder_is_left_out(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run("--only", "encodes", "--json", "--out", str(tmp_path)) == 0
+    found = json.loads(capsys.readouterr().out)["encodes"]
+    assert "transformers cannot be used (" in found["left_out"]
+    assert found["seconds"] == {}
+    assert run("--only", "encodes", "--out", str(tmp_path)) == 0
+    assert capsys.readouterr().out.count("\nEncodes: left out, transformers cannot be used (") == 1
+
+
 @pytest.mark.usefixtures("small")
 def test_the_whole_demo(text, tmp_path, capsys):
     out = tmp_path / "pictures"
@@ -245,9 +301,10 @@ def test_the_whole_demo(text, tmp_path, capsys):
     for name in demo.ACTS:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"picture {out / name}.png" in captured.out
-    assert len(list(out.iterdir())) == 3
+    assert len(list(out.iterdir())) == 4
     titles = [line.split(":")[0] for line in captured.out.splitlines() if line[:1] not in ("", " ")]
-    assert [title for title in titles if title in ("Right", "Fast", "Trains")] == ["Right", "Fast", "Trains"]
+    acts = ["Right", "Fast", "Trains", "Encodes"]
+    assert [title for title in titles if title in acts] == acts
     assert titles[-1].startswith("Done after ")
     assert "sparse makes " in captured.out
     said = trains.flex_attention_error()
@@ -260,7 +317,7 @@ def test_json_is_one_object_and_names_what_pictures_need(text, tmp_path, monkeyp
     argv = ["--only", "trains", "--seconds", "0.1", "--context", "64", "--text", str(text), "--json"]
     assert run(*argv, "--out", str(tmp_path / "pictures")) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"right", "fast"}.isdisjoint(found)
+    assert {"right", "fast", "encodes"}.isdisjoint(found)
     for run_ in found["trains"]["runs"].values():
         assert len(run_["bits_per_byte"]) == len(run_["seconds"]) == run_["steps"] >= 1
         assert run_["held_out"][-1]["steps"] == run_["steps"]
@@ -343,6 +400,7 @@ def test_bad_arguments_are_named_before_any_work(capsys):
         (["--text", "no/such/file"], "--text: .*no/such/file"),
         (["--only", "trains", "--context", "100000000"], "--context: .*100,000,000"),
         (["--out", __file__], "--out: .*test_demo"),
+        (["--only", "encodes", "--pattern", "window(3)"], "--pattern: .*encoder"),
         (["--only", "right", "--pattern", "documents([3, 4])"], "documents"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -356,4 +414,4 @@ def test_make_runs_the_module() -> None:
     assert ".venv/bin/python -m demo --out .venv/demo $(ARGS)" in (ROOT / "Makefile").read_text()
     done = subprocess.run([sys.executable, "-m", "demo", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--only {right,fast,trains}" in done.stdout
+    assert "--only {right,fast,trains,encodes}" in done.stdout

@@ -25,7 +25,7 @@ SANITIZE = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -fsanitize=a
 .PHONY: demo test test-all quick docs mutants wheels release native sanitize valgrind clean
 .NOTPARALLEL:
 
-demo: .venv/ready-plot .venv/ready-native
+demo: .venv/ready-demo .venv/ready-native
 	.venv/bin/python -m demo --out .venv/demo $(ARGS)
 
 test: .venv/ready-dev .venv/ready-native

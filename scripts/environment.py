@@ -1,4 +1,4 @@
-"""Make .venv ready to run ringtile: `python3 scripts/environment.py plot`, `dev` or `native`.
+"""Make .venv ready to run ringtile: `python3 scripts/environment.py demo`, `dev` or `native`.
 
 It reuses a recent enough torch of the running interpreter. Otherwise it lists the downloads and installs the version
 that constraints.txt pins. `native` builds the CPU kernel into src/ringtile/lib, in .venv/native.
@@ -21,7 +21,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 TOOLS = {
-    "plot": "matplotlib with numpy and pillow, about 40 MB",
+    "demo": "matplotlib with numpy and pillow, and transformers, about 90 MB",
     "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, pytorch-lightning, transformers, diffusers,\n"
     "sentence-transformers with scipy, matplotlib, about 190 MB, and triton, about 190 MB",
 }

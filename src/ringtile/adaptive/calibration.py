@@ -249,9 +249,8 @@ class Calibration:
         assert density is not None
         number, fine = self.threshold(density), self._is_fine(density)
         ranks: Sequence[Scores] = self.candidates() if fine else [self.scores] * len(self.weights)
-        budgets = (
-            self._budgets(Gain, self.fine_weights, number) if fine else self._budgets(Threshold, self.weights, number)
-        )
+        kind, weights = (Gain, self.fine_weights) if fine else (Threshold, self.weights)
+        budgets = self._budgets(kind, weights, number)
         return [AdaptiveAttention(scores, budget, **how) for scores, budget in zip(ranks, budgets, strict=True)]
 
     def check(self, model: Mapping[str, Any]) -> None:

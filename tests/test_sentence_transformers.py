@@ -148,7 +148,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         save(name, tmp_path / "path" / "to" / part, made)
     monkeypatch.chdir(tmp_path)
-    first, second = snippets(PAGE.read_text(encoding="utf-8"), "python")
+    first, alone, second = snippets(PAGE.read_text(encoding="utf-8"), "python")
     assert len(first.splitlines()) <= 20
     names: dict[str, Any] = {}
     exec(compile(first, str(PAGE), "exec"), names)
@@ -156,3 +156,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["scores"].shape == (2,)
     exec(compile(second, str(PAGE), "exec"), names)
     assert names["model"].encode(TEXTS).shape == (len(TEXTS), 64)
+    # The longest text of the page takes seconds.
+    exec(compile(alone.replace("4096", "1100"), str(PAGE), "exec"), names)
+    torch.testing.assert_close(names["found"], names["dense"], atol=1e-5, rtol=1e-5)
+    assert names["found"].shape == (4, 256)

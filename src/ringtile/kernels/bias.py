@@ -133,11 +133,11 @@ def _cuts(q: Tensor, k: Tensor, terms: Sequence[Term], call: Call) -> Iterator[_
     # More rows need fewer sums of gradients of all their keys, but also compute more distances than they meet.
     low, high = derived(index, _reaches)
     reach = max([b - a for a, b in zip(low, high, strict=True)], default=1)
-    tiles = min(max(2, reach // 16), max(index.n_rows, 1))
+    tiles = min(max(2, reach // 12), max(index.n_rows, 1))
     while tiles > 1 and index.block**2 * tiles * (2 * tiles + reach) * ratio > most:
         tiles -= 1
-    # Several heads at a time while caches may hold their numbers and as many gradients.
-    size, most = index.block**2 * tiles * (2 * tiles + reach), most // 2
+    # Several heads at a time, so that threads wait for each other seldom.
+    size = index.block**2 * tiles * (2 * tiles + reach)
     fit = min(max(most // (ratio * size), 1), key_heads)
     together = max(x for x in range(1, fit + 1) if key_heads % x == 0) * ratio
     several = max(most // (heads * size), 1) if together == heads else 1

@@ -139,6 +139,26 @@ class Recorded(TorchFunctionMode):
 LEARNING = ["deepseek_v32", "axk2", "glm_moe_dsa", "mistral_large4", "hy_v4", "dots3_note"]
 
 
+def divergence(p: Tensor, scores: Tensor) -> Tensor:
+    """The mean over rows of the divergence of the softmax of scores from attention p, over the keys that it has."""
+    logs = scores.masked_fill(p == 0, -torch.inf).log_softmax(-1).masked_fill(p == 0, 0)
+    return (torch.special.entr(p) + p * logs).sum().neg() / p[..., 0].numel()
+
+
+def compared_gradients(mine: nn.Module, eager: nn.Module, losses: list[Tensor], expected: list[Tensor]) -> int:
+    """Compare losses and their gradients, which reach indexers alone. Return how many tensors have one."""
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-10, atol=1e-12)
+    for loss in (losses, expected):
+        sum(loss).backward()  # type: ignore[union-attr]
+    compared = 0
+    for (label, x), y in zip(mine.named_parameters(), eager.parameters(), strict=True):
+        assert (x.grad is None) == (".indexer." not in label), label
+        if x.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-8, atol=1e-12)
+            compared += bool(x.grad.any())
+    return compared
+
+
 @pytest.mark.parametrize("warm_up", [True, False])
 @pytest.mark.parametrize("name", LEARNING)
 def test_losses_of_indexers(name: str, warm_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,18 +191,8 @@ def test_losses_of_indexers(name: str, warm_up: bool, monkeypatch: pytest.Monkey
     for p, scores in zip(own, recorded, strict=True):
         # A row of padding has no key, and eager attention some weights for it.
         p = p * mask[:, :, None]
-        logs = scores.masked_fill(p == 0, -torch.inf).log_softmax(-1).masked_fill(p == 0, 0)
-        expected.append((torch.special.entr(p) + p * logs).sum().neg() / p[..., 0].numel())
-    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-10, atol=1e-12)
-    for loss in (losses, expected):
-        sum(loss).backward()  # type: ignore[union-attr]
-    compared = 0
-    for (label, x), y in zip(mine.named_parameters(), eager.parameters(), strict=True):
-        assert (x.grad is None) == (".indexer." not in label), label
-        if x.grad is not None:
-            torch.testing.assert_close(x.grad, y.grad, rtol=1e-8, atol=1e-12)
-            compared += bool(x.grad.any())
-    assert compared >= 4 * len(losses)
+        expected.append(divergence(p, scores))
+    assert compared_gradients(mine, eager, losses, expected) >= 4 * len(losses)
 
 
 ALL_CHOSEN = {
@@ -295,19 +305,9 @@ def test_losses_of_other_indexers(name: str, kind: str, warm_up: bool, monkeypat
         # A row without keys has weights in eager attention, for padding too.
         wrong = (own[..., :TOKENS] * ~mask[:, None, None]).any(3, keepdim=True)
         scores, p = scores_and_attention(name, kept, own.masked_fill(wrong, 0), runs)
-        logs = scores.masked_fill(p == 0, -torch.inf).log_softmax(-1).masked_fill(p == 0, 0)
-        expected.append((torch.special.entr(p) + p * logs).sum().neg() / p[..., 0].numel())
+        expected.append(divergence(p, scores))
     assert min(expected) > 1e-3
-    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-10, atol=1e-12)
-    for loss in (losses, expected):
-        sum(loss).backward()  # type: ignore[union-attr]
-    compared = 0
-    for (label, x), y in zip(mine.named_parameters(), eager.parameters(), strict=True):
-        assert (x.grad is None) == (".indexer." not in label), label
-        if x.grad is not None:
-            torch.testing.assert_close(x.grad, y.grad, rtol=1e-8, atol=1e-12)
-            compared += bool(x.grad.any())
-    assert compared >= 3 * len(losses)
+    assert compared_gradients(mine, eager, losses, expected) >= 3 * len(losses)
 
 
 def has_choice(model: nn.Module, layer: int) -> bool:

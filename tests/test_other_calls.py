@@ -217,11 +217,12 @@ def _natten(
     v: Tensor,
     grid: tuple[int, ...],
     kernel_size: Any,
-    stride: Any,
-    dilation: Any,
-    is_causal: Any,
+    stride: Any = 1,
+    dilation: Any = 1,
+    is_causal: Any = False,
     rpb: Tensor | None = None,
 ) -> Tensor:
+    """NATTEN's call on a grid of tokens. Its tensors are ``[B, h, w, H, D]``. Here they are flat."""
     q, k, v = heads_first(q, k, v)
     scores = scores_of(q, k)
     if rpb is not None:
@@ -238,44 +239,16 @@ def _natten(
     return weigh(scores, kept.bool(), v).transpose(1, 2)
 
 
-def na1d(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel_size: Any,
-    stride: Any = 1,
-    dilation: Any = 1,
-    is_causal: Any = False,
-    rpb: Tensor | None = None,
-) -> Tensor:
-    return _natten(q, k, v, (q.shape[1],), kernel_size, stride, dilation, is_causal, rpb)
+def na1d(q: Tensor, k: Tensor, v: Tensor, *given: Any, **named: Any) -> Tensor:
+    return _natten(q, k, v, (q.shape[1],), *given, **named)
 
 
-def na2d(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel_size: Any,
-    stride: Any = 1,
-    dilation: Any = 1,
-    is_causal: Any = False,
-    rpb: Tensor | None = None,
-) -> Tensor:
-    """NATTEN's tensors are ``[B, h, w, H, D]``. Here they are flat."""
-    return _natten(q, k, v, (10, q.shape[1] // 10), kernel_size, stride, dilation, is_causal, rpb)
+def na2d(q: Tensor, k: Tensor, v: Tensor, *given: Any, **named: Any) -> Tensor:
+    return _natten(q, k, v, (10, q.shape[1] // 10), *given, **named)
 
 
-def na3d(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel_size: Any,
-    stride: Any = 1,
-    dilation: Any = 1,
-    is_causal: Any = False,
-    rpb: Tensor | None = None,
-) -> Tensor:
-    return _natten(q, k, v, (4, 5, q.shape[1] // 20), kernel_size, stride, dilation, is_causal, rpb)
+def na3d(q: Tensor, k: Tensor, v: Tensor, *given: Any, **named: Any) -> Tensor:
+    return _natten(q, k, v, (4, 5, q.shape[1] // 20), *given, **named)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, cell: str, names: dict[str, Any], is_mask: bool, call: bool) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ringtile.patterns.checks import check_positive
 
 _TINY = 2.0**-126
+"""The least normal number of float32, which scores have."""
 
 
 def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:

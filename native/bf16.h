@@ -48,17 +48,14 @@ INLINE void interleave_queries(Rows<bfloat16> rows, int low, int high, int from,
 
 // Rows 2 k and 2 k + 1 interleaved. Rows whose bit in `unused` is set become zeros, and so does one past the last.
 INLINE void interleave_rows(Rows<bfloat16> rows, int count, int64_t width, const uint32_t *unused, bfloat16 *y) {
-    static const bfloat16 nothing[1] = {};
     for (int k = 0; k < count; k += 2) {
-        bool first = !(unused && bit(unused, k)), second = k + 1 < count && !(unused && bit(unused, k + 1));
-        const bfloat16 *x0 = first ? rows.x + k * rows.step : nothing,
-            *x1 = second ? rows.x + (k + 1) * rows.step : nothing;
-        bfloat16 *to = y + k * width;
-        if (first && second) {
-            for (int64_t d = 0; d < width; d++) to[2 * d] = x0[d], to[2 * d + 1] = x1[d];
-        } else {
-            for (int64_t d = 0; d < width; d++)
-                to[2 * d] = first ? x0[d] : bfloat16{}, to[2 * d + 1] = second ? x1[d] : bfloat16{};
+        const bool first = !(unused && bit(unused, k)), second = k + 1 < count && !(unused && bit(unused, k + 1));
+        for (int64_t d = 0; d < width; d += 16) {
+            const __mmask16 inside = width - d < 16 ? (1u << (width - d)) - 1 : 0xffff;
+            const __m256i low = _mm256_maskz_loadu_epi16(first ? inside : 0, rows.row(k) + d);
+            const __m256i high = _mm256_maskz_loadu_epi16(second ? inside : 0, rows.row(k + 1) + d);
+            const __m512i pairs = _mm512_maskz_slli_epi32(inside, _mm512_maskz_cvtepu16_epi32(inside, high), 16);
+            _mm512_mask_storeu_epi32(y + k * width + 2 * d, inside, _mm512_maskz_cvtepu16_epi32(inside, low) | pairs);
         }
     }
 }

@@ -1,7 +1,5 @@
 """Attention over ranks as the ``attend=`` of the modules, and the cache whose keys stay at the ranks that hold them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +47,7 @@ class RingAttend:
             rule = rule_of(options.get("pattern"), options.get("is_causal", False), None)
         return ring_attention(query, key, value, layout=self.layout, **self._how(rule), **options)
 
-    def new_cache(self, pattern: Pattern) -> RingCache:
+    def new_cache(self, pattern: Pattern) -> "RingCache":
         """Return an empty cache whose prompt has the layout."""
         return RingCache(pattern, layout=self.layout, **self._how(pattern))
 

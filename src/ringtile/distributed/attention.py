@@ -1,7 +1,5 @@
 """Attention over tokens that the ranks of a process group share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial

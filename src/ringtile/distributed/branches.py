@@ -6,8 +6,6 @@ in, and under a causal rule none behind its last query. If all of them lie in on
 them there. Otherwise it reads a buffer, which has each item once, whatever number of branches need it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ class Piece:
         first = self.first * self.dilation
         return _numbers(self.bases, heads * n_tokens, heads % self.dilation + first, self.n_queries, self.dilation)
 
-    def keys(self, n_tokens: int, plan: BranchPlan) -> Tensor:
+    def keys(self, n_tokens: int, plan: "BranchPlan") -> Tensor:
         """Return the number of each key among the rank's own items, of ``n_tokens`` per head, or its buffer's place."""
         head, offset = torch.tensor(self.key_heads, device=self.bases.device).unbind(1)
         if self.is_local:
@@ -142,7 +140,7 @@ class _Cells(NamedTuple):
     is_far: Tensor
     """True if the keys do not all lie in the run."""
 
-    def where(self, chosen: Tensor) -> _Cells:
+    def where(self, chosen: Tensor) -> "_Cells":
         return _Cells(*(x[chosen] for x in self))
 
 

@@ -5,8 +5,6 @@ broadcast. A hierarchy has two stages and two broadcasts, between nodes and insi
 back.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -68,10 +66,6 @@ class _ByNumber:
 _numbers = itertools.count()
 by_number = _ByNumber()
 
-# Cache. Key: the number in a ticket. Bound: calls between start and finish; a call that fails leaves its entry until
-# the next start, which finds the ticket's storage gone. Owner: this module.
-_in_flight: dict[int, tuple[StorageWeakRef, Works]] = {}
-
 
 class Works(NamedTuple):
     """What to wait for."""
@@ -89,6 +83,10 @@ Started = tuple[Tensor, Works]
 """What will be received, and the works to wait for."""
 Plan = RingPlan | BranchPlan
 """The tokens that travel to and from one rank, and their places. `RingPlan` explains the fields."""
+
+# Cache. Key: the number in a ticket. Bound: calls between start and finish; a call that fails leaves its entry until
+# the next start, which finds the ticket's storage gone. Owner: this module.
+_in_flight: dict[int, tuple[StorageWeakRef, Works]] = {}
 
 
 class Exchange(Lockstep):

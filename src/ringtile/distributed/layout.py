@@ -1,14 +1,12 @@
 """Which tokens each rank holds, runs of positions, and the copies between places that hold them."""
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -48,7 +46,7 @@ class Layout:
             raise ValueError(f"runs: expected each of {self.n_tokens} tokens at exactly one rank, got {self.runs!r}")
 
     @classmethod
-    def contiguous(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Layout:
+    def contiguous(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Self:
         """Give each rank one run. ``unit`` tokens stay together.
 
         Windows and documents need the least traffic. Under a causal rule the last rank has the most work. Tiles stay
@@ -61,7 +59,7 @@ class Layout:
         return cls(n_tokens, tuple((run,) for run in pairwise(bounds)))
 
     @classmethod
-    def zigzag(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Layout:
+    def zigzag(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Self:
         """Cut the tokens into 2 P chunks, and give rank r the chunks r and 2 P - 1 - r.
 
         Under a causal rule all ranks have the same work. PyTorch calls it head-tail.
@@ -70,7 +68,7 @@ class Layout:
         return cls(n_tokens, tuple((chunks[rank], chunks[-1 - rank]) for rank in range(n_ranks)))
 
     @classmethod
-    def striped(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Layout:
+    def striped(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Self:
         """Give rank r every P-th unit of tokens, from unit r on.
 
         >>> Layout.striped(10, 2, unit=2).runs
@@ -88,7 +86,7 @@ class Layout:
         """Number of ranks."""
         return len(self.runs)
 
-    def merged(self, size: int) -> Layout:
+    def merged(self, size: int) -> "Layout":
         """Return the layout in which ``size`` ranks that follow each other are one, with the tokens of all of them.
 
         Raises ValueError if ``size`` does not divide the number of ranks.

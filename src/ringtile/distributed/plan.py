@@ -1,7 +1,5 @@
 """Who needs which keys of whom, and what each rank computes: pure functions on the host, without communication."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from dataclasses import dataclass, field, replace
@@ -41,6 +39,10 @@ def fits_ring(pattern: Pattern) -> bool:
 MAX_PIECES = 8
 """If rows with and without remote keys alternate more often than this, all rows read the buffer."""
 
+Source = Literal["own", "hot", "all"]
+"""Where a call reads keys: the rank's own where they lie, or a part of the buffer. The part "hot" has own and broadcast
+keys, so its rows need not wait for others."""
+
 _SOURCES: tuple[Source, ...] = ("own", "hot", "all")
 
 _HOT_RANKS = 3
@@ -51,11 +53,6 @@ _ELEMENTS = 1 << 20
 
 _RUNS = 256
 """Largest number of runs of a rank that begin or end inside a tile. Each is a call of its own."""
-
-
-Source = Literal["own", "hot", "all"]
-"""Where a call reads keys: the rank's own where they lie, or a part of the buffer. The part "hot" has own and broadcast
-keys, so its rows need not wait for others."""
 
 
 @dataclass(eq=False)

@@ -1,7 +1,5 @@
 """The two stages of a hierarchy, between nodes and inside them: pure functions on the host, without communication."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from dataclasses import dataclass
@@ -14,6 +12,17 @@ from torch import Tensor
 from ringtile.distributed.layout import Layout, Run, count_tokens, counts_of, intervals, overlaps, placed, with_starts
 from ringtile.distributed.plan import RingPlan, count_cold
 from ringtile.patterns.base import TileGrid
+
+
+class StageCounts(NamedTuple):
+    """Tokens in the messages of all P ranks, G per node, that are not broadcast."""
+
+    crossing: Tensor
+    """int64 ``[P, P / G]``: from each rank to each other node."""
+    direct: Tensor
+    """int64 ``[P, G]``: own tokens, from each rank to each other of its node."""
+    handed: Tensor
+    """int64 ``[P, G]``: tokens of other nodes, from each rank to each of its node. It keeps those for itself."""
 
 
 @dataclass(eq=False)
@@ -112,17 +121,6 @@ def _make_relays(plan: RingPlan, per_node: int) -> Relays:
         at += n_tokens
     counts = count_levels(layout, plan.needs, plan.is_hot, plan.block, per_node)
     return Relays(plan, per_node, tuple(crossing), tuple(arriving), tuple(map(tuple, handed)), counts)
-
-
-class StageCounts(NamedTuple):
-    """Tokens in the messages of all P ranks, G per node, that are not broadcast."""
-
-    crossing: Tensor
-    """int64 ``[P, P / G]``: from each rank to each other node."""
-    direct: Tensor
-    """int64 ``[P, G]``: own tokens, from each rank to each other of its node."""
-    handed: Tensor
-    """int64 ``[P, G]``: tokens of other nodes, from each rank to each of its node. It keeps those for itself."""
 
 
 def count_levels(layout: Layout, needs: Tensor, is_hot: Tensor, block: int, per_node: int) -> StageCounts:

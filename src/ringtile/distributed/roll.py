@@ -1,7 +1,5 @@
 """`torch.roll` over a sequence that ranks share: only the tokens that change their rank travel."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple

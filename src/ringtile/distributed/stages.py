@@ -4,8 +4,6 @@ Tensors are ``[.., .., tokens, dim]``. A message has the tokens of each tensor a
 copy moves whole runs of tokens. The messages to or from all ranks of a group lie one after another in a vector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +52,7 @@ class Stage:
         return list(map(count_places, self.received))
 
     @cached_property
-    def back(self) -> Stage:
+    def back(self) -> "Stage":
         """The stage by which gradients go home."""
         return Stage(self.received, self.sent, self.group, self.is_idle)
 

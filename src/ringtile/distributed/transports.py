@@ -1,7 +1,5 @@
 """How keys can travel between ranks: the groups and calls that a transport supports, and plans ahead of a call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeVar

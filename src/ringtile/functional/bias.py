@@ -1,11 +1,9 @@
 """Biases of attention scores: numbers for each pair that follow from distances, never a matrix of all pairs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,9 +40,7 @@ class Relative:
     offset: int
 
     @classmethod
-    def t5(
-        cls, weight: Tensor, n_queries: int, n_keys: int, *, bidirectional: bool, max_distance: int = 128
-    ) -> Relative:
+    def t5(cls, weight: Tensor, n_queries: int, n_keys: int, *, bidirectional: bool, max_distance: int = 128) -> Self:
         """Return T5's bias for the last ``n_queries`` of ``n_keys`` positions, which shares numbers in buckets.
 
         ``weight`` is ``[buckets, H]``, as ``T5Attention.relative_attention_bias.weight``, and gets a gradient. Without

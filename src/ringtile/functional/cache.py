@@ -1,7 +1,5 @@
 """Key and value caches for generation, which drop the keys that a pattern cannot keep any more."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial, reduce
@@ -32,19 +30,19 @@ class HeldKeys(NamedTuple):
     mask: Tensor
     """``[B, K]`` bool, True for keys to attend to."""
 
-    def narrowed(self, first: int, count: int) -> HeldKeys:
+    def narrowed(self, first: int, count: int) -> "HeldKeys":
         """Return consecutive keys, as views."""
         return HeldKeys(*(x.narrow(axis, first, count) for x, axis in zip(self, _TOKEN_AXES, strict=True)))
 
-    def chosen(self, index: Tensor) -> HeldKeys:
+    def chosen(self, index: Tensor) -> "HeldKeys":
         """Return a copy of some keys."""
         return HeldKeys(*(x.index_select(axis, index) for x, axis in zip(self, _TOKEN_AXES, strict=True)))
 
-    def joined(self, other: HeldKeys) -> HeldKeys:
+    def joined(self, other: "HeldKeys") -> "HeldKeys":
         """Return these keys, then the others."""
         return HeldKeys(*(torch.cat(pair, axis) for *pair, axis in zip(self, other, _TOKEN_AXES, strict=True)))
 
-    def room(self, count: int) -> HeldKeys:
+    def room(self, count: int) -> "HeldKeys":
         """Return uninitialized room for ``count`` keys, also usable after inference mode."""
         with torch.inference_mode(False):
             sizes = ((*x.shape[:axis], count, *x.shape[axis + 1 :]) for x, axis in zip(self, _TOKEN_AXES, strict=True))

@@ -11,8 +11,6 @@ values that can arrive later and whose gradients can travel home.
 | `ring_dilated_attention` | numbered rows and keys | own keys, the buffer | merged by lse |
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

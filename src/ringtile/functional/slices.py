@@ -1,7 +1,5 @@
 """Attention in slices of batch rows and heads, for calls that do not fit into memory whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Solve a pattern's free parameter for a density."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Indices made of other indices: other tiles, another order, larger tiles, tiles cut to the lengths, rows of keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The compressed lists of an index, their splits and their checks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -48,7 +46,7 @@ class TileLists(NamedTuple):
         """Return the slot (int64) of each full and of each partial tile."""
         return slot_of_entries(self.full_ptr, len(self.full)), slot_of_entries(self.partial_ptr, len(self.partial))
 
-    def fitted(self, full: int, partial: int) -> TileLists:
+    def fitted(self, full: int, partial: int) -> "TileLists":
         """Return the lists with so many full and partial tiles, without the unused splits."""
         work = self.work[self.work[:, 0] >= 0]
         return self._replace(full=self.full[:full], partial=self.partial[:partial], tile=self.tile[:partial], work=work)

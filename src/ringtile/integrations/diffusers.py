@@ -1,7 +1,5 @@
 """Self-attention of diffusers' models over a pattern. This module does not import diffusers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from typing import Any
@@ -54,7 +52,7 @@ class SparseAttnProcessor:
             raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
         self.processor, self.pattern = processor, pattern
 
-    def __new__(cls, processor: object, pattern: Pattern) -> SparseAttnProcessor:
+    def __new__(cls, processor: object, pattern: Pattern) -> "SparseAttnProcessor":
         return super().__new__(_class_around(type(processor)))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[object, ...]:

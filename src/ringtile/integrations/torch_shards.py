@@ -3,8 +3,6 @@
 All that PyTorch keeps private is used here and nowhere else: its load balancers, 2.11 to 2.13.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

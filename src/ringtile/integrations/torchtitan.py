@@ -3,8 +3,6 @@
 torchtitan 0.3. It is loaded with the class `SparseAttention`, not with this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

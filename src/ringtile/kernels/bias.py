@@ -4,8 +4,6 @@ A kernel adds numbers from memory to its scores, see `Added`. One table per head
 computed piece by piece: some rows, and the keys that they can meet. The backward pass computes the numbers again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

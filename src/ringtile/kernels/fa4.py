@@ -4,8 +4,6 @@ Full tiles run without a mask, and a mask function reads the bits of partial one
 small problem of this kind must match float64, once per process.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

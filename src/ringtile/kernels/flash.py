@@ -4,8 +4,6 @@ It supports all pairs, causal and sliding windows. Before a version runs, its ou
 problem of the same kind must match float64, once per process.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -4,8 +4,6 @@ A counter copies the known formulas when you create it. Its module imports trito
 ringtile` must not. So we register the formulas when that module is imported.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The operators that every backend implements: schema, fake tensors, vmap, autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 

@@ -1,7 +1,5 @@
 """Gradient checkpointing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

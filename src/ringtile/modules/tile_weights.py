@@ -1,7 +1,5 @@
 """Attention weights as a sparse tensor of the kept tiles."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,11 +1,10 @@
 """Patterns of whole blocks, and patterns of any rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -336,7 +335,7 @@ class Elements(Pattern):
             raise ValueError(f"elements expects fn to return shape {tuple(shape)}, got {tuple(kept.shape)}") from error
 
     @classmethod
-    def from_mask_mod(cls, mask_mod: MaskMod) -> Elements:
+    def from_mask_mod(cls, mask_mod: MaskMod) -> Self:
         """Return the pattern of a FlexAttention rule ``mask_mod(b, h, q_idx, kv_idx)``, whose indices are positions.
 
         The rule is called with b = 0 for every batch row. If it depends on b, pass the `BlockMask` of

@@ -1,7 +1,5 @@
 """Lists of keys per query, which a call brings along: models that were trained sparse choose them with an indexer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -53,11 +51,11 @@ class Chosen(Pattern):
         if type(block) is not int or not 1 <= block <= LARGEST_BLOCK or block & (block - 1):
             raise ValueError(f"block: expected a power of two up to {LARGEST_BLOCK}, got {block!r}")
 
-    def placed(self, start: int, heads: int) -> Chosen:
+    def placed(self, start: int, heads: int) -> "Chosen":
         """Return the pattern whose first list is that of the query at ``start``, for a number of query heads."""
         return self._with(self.indices, start, heads)
 
-    def _with(self, indices: Tensor, start: int, heads: int | None) -> Chosen:
+    def _with(self, indices: Tensor, start: int, heads: int | None) -> "Chosen":
         found = Chosen(indices, self.block)
         object.__setattr__(found, "start", start)
         object.__setattr__(found, "heads", heads)

@@ -1,7 +1,5 @@
 """Facts that follow from a pattern's rule alone, for every combinator: how far it reaches, and what it never keeps."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -76,7 +74,7 @@ class Band(NamedTuple):
         """True for plain causal attention, which has its own flag in the kernels."""
         return self.left is None and self.right == 0
 
-    def cut(self, n_keys: int) -> Band:
+    def cut(self, n_keys: int) -> "Band":
         """Return the band for ``n_keys`` keys: a side that reaches past all of them has no limit."""
         left, right = (None if side is not None and side >= n_keys else side for side in self)
         return Band(left, right)

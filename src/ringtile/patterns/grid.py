@@ -1,7 +1,5 @@
 """The tiles that queries and keys touch, candidates among them, and numbers for those with equal bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,7 +33,7 @@ class TileGrid:
         return self.start // self.block
 
     @property
-    def whole(self) -> TileGrid:
+    def whole(self) -> "TileGrid":
         """The same tiles, all of them whole."""
         block = self.block
         return TileGrid(block, self.first_row * block, self.n_rows * block, self.n_cols * block)
@@ -83,7 +81,7 @@ class Cover(NamedTuple):
         """Return an upper bound of the number of candidate tiles."""
         return int((self.hi - self.lo).clamp(min=0).sum())
 
-    def disjoint(self, n_cols: int) -> Cover:
+    def disjoint(self, n_cols: int) -> "Cover":
         """Return the same tiles as intervals that ascend and neither overlap nor are empty."""
         # In one line, row after row: each interval begins after all before it.
         begin, order = (self.row * n_cols + self.lo).sort()
@@ -94,7 +92,7 @@ class Cover(NamedTuple):
         row, begin, end = row[kept], begin[kept], end[kept]
         return Cover(row, begin - row * n_cols, end - row * n_cols)
 
-    def meet(self, other: Cover, n_cols: int) -> Cover:
+    def meet(self, other: "Cover", n_cols: int) -> "Cover":
         """Return the tiles that both covers contain."""
         first, second = self.disjoint(n_cols), other.disjoint(n_cols)
         (begin, end), (low, high) = ((x.row * n_cols + x.lo, x.row * n_cols + x.hi) for x in (first, second))

@@ -1,7 +1,5 @@
 """Neighborhoods on a grid of one, two or three axes, with the tokens in the order of rows or of compact tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -89,12 +87,12 @@ class Neighborhood(Pattern):
         self._set_text(f"neighborhood({', '.join(words)})")
 
     @property
-    def axes(self) -> list[Axis]:
+    def axes(self) -> list["Axis"]:
         """The numbers of each axis."""
         return list(map(Axis, self.size, self.window, self.dilation, self.stride, self.causal))  # type: ignore[arg-type]
 
     @property
-    def in_tiles(self) -> Neighborhood:
+    def in_tiles(self) -> "Neighborhood":
         """The same pairs of tokens in the order of compact tiles, or this pattern if no order is a tenth better."""
         if self.tile is not None:
             return self

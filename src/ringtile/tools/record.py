@@ -7,20 +7,15 @@ Each command has a `Record` with fields and rows of its own. All are made, writt
     record = Record.from_json(path.read_text())
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ringtile.tools.machine import origin
-
-if TYPE_CHECKING:
-    from typing import Self
 
 OURS = "ringtile"
 DENSE = "dense"

@@ -1,7 +1,5 @@
 """Name the rank that fails: a handshake before data moves, and a watcher of heartbeats while it moves."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A thread that keeps a rank's heartbeat in the store of its group, reads the others', and publishes who is lost."""
 
-from __future__ import annotations
-
 import os
 import queue
 import sys

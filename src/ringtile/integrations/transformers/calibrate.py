@@ -1,7 +1,5 @@
 """Calibrate adaptive attention for a model of transformers, from one forward pass over one text."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The base packs its inputs and puts its outputs into rows again, so heads and poo
 of the documents by a keyword argument, which transformers hands to every attention call.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import MethodType
 from typing import Any

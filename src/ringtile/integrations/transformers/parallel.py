@@ -5,8 +5,6 @@ the batch (length, documents, padding) travel as one keyword argument, which tra
 So nothing is global, and a checkpoint can recompute a layer later and in another thread.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -73,7 +71,7 @@ class Traffic(NamedTuple):
 class BatchFacts:
     """The facts of a batch that no shard can tell."""
 
-    cp: ContextParallel
+    cp: "ContextParallel"
     layout: Layout
     documents: Documents | None
     positions: Tensor | None

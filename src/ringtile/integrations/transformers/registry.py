@@ -1,7 +1,5 @@
 """Register ringtile with transformers, switch models to it, and tell models apart."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys
@@ -142,13 +140,13 @@ def _is_by_hand(kind: Any) -> bool:
 
 
 def use_ringtile(
-    model: Model,
+    model: "Model",
     pattern: GivenPattern = None,
     attend: LayerAttend = None,
     decode: LayerDecode = None,
     *,
     pack: bool = False,
-) -> Model:
+) -> "Model":
     """Switch a model of transformers to ringtile, in place, and return it.
 
     Attention that Longformer, BigBird, BLOOM, MPT, DeBERTa-v2, WavLM, MPNet, Swin and Granite Speech write by hand is

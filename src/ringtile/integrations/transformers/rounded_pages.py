@@ -1,7 +1,5 @@
 """Pages of transformers' continuous batching that hold rounded keys and values, whatever the model's dtype is."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

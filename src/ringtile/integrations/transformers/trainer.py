@@ -3,8 +3,6 @@
 All that is private or version-bound about Trainer and Accelerate is in this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,9 +1,7 @@
 """The backward pass: one part at a time, from the output and lse of the full softmax."""
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,13 +23,13 @@ class RowTiles(NamedTuple):
     lse_grad: Tensor | None
 
     @classmethod
-    def of(cls, work: Work, rows: Rows) -> RowTiles:
+    def of(cls, work: Work, rows: Rows) -> Self:
         """Return the share of the rows. Queries that do not exist are empty."""
         q, out_grad, out = (work.rows(x) for x in (rows.q, rows.out_grad, rows.out))
         lse_grad = None if rows.lse_grad is None else work.rows(rows.lse_grad)
         return cls(q, out_grad, out, work.rows(rows.lse, -math.inf), lse_grad)
 
-    def read(self, numbers: Tensor, dtype: torch.dtype) -> RowTiles:
+    def read(self, numbers: Tensor, dtype: torch.dtype) -> "RowTiles":
         """Return the rows of a part. Empty rows have an lse of 0 and zeros elsewhere."""
         found = [None if x is None else read(x, numbers.unsqueeze(1)).to(dtype) for x in self]
         assert found[3] is not None

@@ -1,7 +1,5 @@
 """The compiled library: loading and checking it, the structure of a call, its instruction set and its threads."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -1,7 +1,5 @@
 """A test of the processor's tiles: some virtual machines lose them when a thread is interrupted."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -5,13 +5,11 @@ the slowest rank's copies, then its exchange beside the rows that do not wait fo
 costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its processors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import ceil, gcd, log2
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -149,7 +147,7 @@ class _Rows(NamedTuple):
     calls: Tensor
 
     @classmethod
-    def of(cls, work: Work, demand: Demand, hardware: Hardware, *, gather: bool) -> _Rows:
+    def of(cls, work: Work, demand: Demand, hardware: Hardware, *, gather: bool) -> Self:
         grid, parts = work.grid, split(work, gather=gather)
         arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
         n_buffer, n_copied = torch.zeros(2, work.layout.n_ranks, dtype=torch.int64)

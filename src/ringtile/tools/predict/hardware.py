@@ -1,14 +1,13 @@
 """Figures of a cluster, and the sizes of a call, for predictions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 
-_KINDS = {"str": "a string", "bool": "true or false", "int": "a positive integer", "float": "a positive number"}
+_KINDS: dict[Any, str] = {str: "a string", bool: "true or false", int: "a positive integer", float: "a positive number"}
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
+            value, kind = getattr(self, field.name), field.type
             # JSON has a whole number for some floats.
-            named = type(value).__name__ in (kind, "int" if kind == "float" else kind)
-            if not named or (kind in ("int", "float") and not 0 < value < float("inf")):
+            named = type(value) in (kind, int if kind is float else kind)
+            if not named or (kind in (int, float) and not 0 < value < float("inf")):
                 raise ValueError(f"{field.name}: expected {_KINDS[kind]}, got {value!r}")
 
     @property
@@ -65,7 +64,7 @@ class Hardware:
         return self.between if n_ranks > self.ranks_per_node else self.in_node
 
     @classmethod
-    def read(cls, path: Path) -> Hardware:
+    def read(cls, path: Path) -> Self:
         """Read a JSON object with all fields. Raises ValueError if the file has other content."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

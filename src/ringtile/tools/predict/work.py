@@ -1,7 +1,5 @@
 """Work of all ranks, from the covers of a pattern: pure functions on the host, without an index."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,7 +33,7 @@ class Tiles:
     ``of``. Raises ValueError if the pattern does not support the tokens or the heads, or its covers are too many bytes.
     """
 
-    def __init__(self, pattern: Pattern, n_tokens: int, sizes: Sizes, of: tuple[Tiles, int] | None = None) -> None:
+    def __init__(self, pattern: Pattern, n_tokens: int, sizes: Sizes, of: tuple["Tiles", int] | None = None) -> None:
         for name, count, expected in (
             ("heads", sizes.heads, pattern.num_heads),
             ("batch", sizes.batch, pattern.batch_size),

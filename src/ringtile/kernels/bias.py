@@ -379,40 +379,18 @@ def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
     return *grads, *more
 
 
-_Backward = operators.without_derivative(
+def _compute(
+    q: Tensor, k: Tensor, v: Tensor, spec: Sequence[int], n_biases: int, call: Call, *tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    call = operators.with_tensors(call, *tensors[n_biases:])
+    found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, tensors[:n_biases], spec, *call)
+    return found
+
+
+_again = operators.without_derivative(
     _differentiate, "attention with a bias has no second derivative; with backend='reference' it has"
 )
-
-
-class _Attention(torch.autograd.Function):
-    """The forward operator with its gradients. It composes with grad and compile."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        (q, k, v, spec, n_biases, call), tensors = arguments[:6], arguments[6:]
-        call = operators.with_tensors(call, *tensors[n_biases:])
-        found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, tensors[:n_biases], spec, *call)
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.rest, ctx.n_tensors = inputs[3:6], len(inputs) - 6
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:3], *output, *inputs[6:])
-
-    @staticmethod
-    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        spec, n_biases, call = ctx.rest
-        n_tensors: int = ctx.n_tensors
-        if out_grad is None:
-            if lse_grad is None:
-                return (None,) * (6 + n_tensors)
-            out_grad = torch.zeros_like(out)
-        rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
-        plain = torch.compiler.is_compiling() or not operators.is_differentiated(*rows)
-        grads = (_differentiate if plain else _Backward.apply)(*rows, spec, n_biases, call, *tensors)
-        return (*grads[:3], None, None, None, *grads[3:], *(None for _ in range(n_tensors - n_biases)))
+_Attention = operators.differentiable(_compute, _differentiate, _again, 3, vmaps=False)
 
 
 def attend_biased(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Term], call: Call) -> tuple[Tensor, Tensor]:
@@ -426,5 +404,5 @@ def attend_biased(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Term], call: 
         found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, biases, spec, *call)
         return found
     plain, *tensors = operators.apart(call)
-    out, lse = _Attention.apply(q, k, v, spec, len(biases), plain, *biases, *tensors)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(q, k, v, spec, len(biases), plain, *biases, *tensors)
     return out, lse

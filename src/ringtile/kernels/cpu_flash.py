@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.kernels.contracts import Rows
+
 
 def padded(x: Tensor, width: int) -> Tensor:
     """Pad the last dimension to a width and make it contiguous: flash kernels ignore its stride."""
@@ -56,19 +58,10 @@ def flash_forward(
 
 
 def flash_backward(
-    out_grad: Tensor,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
+    rows: Rows, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. ``out`` and ``lse`` can be those of a softmax over more keys."""
+    out_grad, lse_grad, q, k, v, out, lse = rows
     width = max(q.shape[-1], v.shape[-1])
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)

@@ -46,8 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    out_grad, lse_grad, q, k, v, out, lse = rows
-    is_causal = call.pattern == "causal"
-    part, scale = split_scale(call.scale, q.dtype)
-    grads = flash_backward(out_grad, lse_grad, times(q, part), k, v, out, lse, scale=scale, is_causal=is_causal)
+    part, scale = split_scale(call.scale, rows.q.dtype)
+    scaled = rows._replace(q=times(rows.q, part))
+    grads = flash_backward(scaled, scale=scale, is_causal=call.pattern == "causal")
     return times(grads[0], part).contiguous(), grads[1].contiguous(), grads[2].contiguous()

@@ -251,14 +251,13 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = with_tensors(*arguments[7:])
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.ringtile.backward(*arguments[:7], *call)
+        grads: tuple[Tensor, Tensor, Tensor] = BACKWARD(*arguments[:7], *with_tensors(*arguments[8:]))
         return grads
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.call = inputs[7]
-        ctx.save_for_backward(*inputs[:7], *inputs[8:])
+        ctx.call = inputs[8]
+        ctx.save_for_backward(*inputs[:7], *inputs[9:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -267,40 +266,55 @@ class _Backward(torch.autograd.Function):
         found = _DoubleBackward.apply(*cotangents, *rows, ctx.call, *rest)
         out_grad, lse_grad, q, k, v = found
         lse_grad = None if rows[1] is None else lse_grad
-        return out_grad, lse_grad, q, k, v, None, None, None, *(None for _ in rest)
+        return out_grad, lse_grad, q, k, v, None, None, None, None, *(None for _ in rest)
 
 
-class Attention(torch.autograd.Function):
-    """The forward operator with its gradients. It composes with vmap, grad and compile."""
+def _compute(q: Tensor, k: Tensor, v: Tensor, prepared: Any, *call: Any) -> tuple[Tensor, Tensor]:
+    return run_forward(q, k, v, with_tensors(*call), prepared)
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, prepared, *rest = arguments
-        return run_forward(q, k, v, with_tensors(*rest), prepared)
+def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    return run_backward(Rows(*arguments[:7]), with_tensors(*arguments[8:]), arguments[7])
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.prepared, ctx.call = inputs[3:5]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:3], *output, *inputs[5:])
 
-    @staticmethod
-    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
-        if out_grad is None:
-            if lse_grad is None:
-                return (None,) * (5 + len(rest))
-            out_grad = torch.zeros_like(out)
-        rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
-        compiling = torch.compiler.is_compiling()
-        if compiling or not is_differentiated(*rows):
+def differentiable(
+    compute: Callable[..., Any], differentiate: Callable[..., Any], again: Any, n_plain: int, *, vmaps: bool = True
+) -> type[torch.autograd.Function]:
+    """Return ``compute`` with gradients: a function of q, k, v, ``n_plain`` other values and tensors.
+
+    It composes with grad and compile, and with vmap if ``vmaps``. ``differentiate`` takes `Rows`, the values and the
+    tensors, and returns the gradients of q, k, v and of the first of the tensors. ``again`` does too, for derivatives.
+    """
+
+    class Attention(torch.autograd.Function):
+        generate_vmap_rule = vmaps
+        forward = staticmethod(compute)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+            ctx.plain = inputs[3 : 3 + n_plain]
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*inputs[:3], *output, *inputs[3 + n_plain :])
+
+        @staticmethod
+        def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+            q, k, v, out, lse, *tensors = ctx.saved_tensors
+            if out_grad is None:
+                if lse_grad is None:
+                    return (None,) * (3 + n_plain + len(tensors))
+                out_grad = torch.zeros_like(out)
+            rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
+            compiling = torch.compiler.is_compiling()
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
-            grads = run_backward(rows, with_tensors(ctx.call, *rest), ctx.prepared)
-        else:
-            grads = _Backward.apply(*rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
-        return *grads, None, None, *(None for _ in rest)
+            plain = compiling or not is_differentiated(*rows)
+            grads = (differentiate if plain else again.apply)(*rows, *ctx.plain, *tensors)
+            missing = len(tensors) + 3 - len(grads)
+            return *grads[:3], *(None,) * n_plain, *grads[3:], *(None,) * missing
+
+    return Attention
+
+
+Attention = differentiable(_compute, _differentiate, _Backward, 2)
 
 
 class _Direct(torch.autograd.Function):
@@ -308,7 +322,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output = Attention.forward(*arguments)
+        output: tuple[Tensor, Tensor] = Attention.forward(*arguments)
         Attention.setup_context(ctx, arguments, output)
         return output
 

@@ -64,7 +64,7 @@ def _part_backward(work: Work, part: Part, rows: RowTiles, k: Tensor, v: Tensor)
         grad_scores = found.through_softcap(grad_scores) * scale
         return matmul(grad_scores, k), matmul_keys(grad_scores, q, heads), grad_v
     mask = additive(work.keep(part), q.dtype)
-    return flash_backward(out_grad, lse_grad, q, k, v, out, lse, scale=scale, mask=mask)
+    return flash_backward(Rows(out_grad, lse_grad, q, k, v, out, lse), scale=scale, mask=mask)
 
 
 def backward(rows: Rows, call: Call, added: Added | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def backward(rows: Rows, call: Call, added: Added | None = None) -> tuple[Tensor
     if mask is not None:
         factor, scale = split_scale(call.scale, q.dtype)
         whole = rows._replace(q=times(q, factor))
-        q_grad, k_grad, v_grad = flash_backward(*whole, scale=scale, mask=mask)
+        q_grad, k_grad, v_grad = flash_backward(whole, scale=scale, mask=mask)
         return times(q_grad, factor).contiguous(), k_grad.contiguous(), v_grad.contiguous()
     q_grad = q.new_zeros(*q.shape[:2], index.n_rows * index.block, q.shape[3])
     k_grad, v_grad = key_results(index, rows.lse.dtype, k, v)

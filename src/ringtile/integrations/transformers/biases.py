@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from ringtile.functional.bias import Bias, ByKey, ByQuery, Grid, Relative
+from ringtile.integrations.transformers.by_hand import heads_of
 from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, is_streamed, pattern_mask
 from ringtile.patterns import Pattern, Segments, from_mask
 
@@ -60,10 +61,6 @@ def _biased(bias: Bias | tuple[Bias, ...]) -> Callable[..., Any]:
     return lambda query, key, start: {"bias": bias}
 
 
-def _heads(x: Tensor, head_dim: int, *projections: nn.Module) -> list[Tensor]:
-    return [project(x).unflatten(-1, (-1, head_dim)).transpose(-2, -3) for project in projections]
-
-
 def _attend_wav2vec2(
     module: Any,
     hidden_states: Tensor,
@@ -73,10 +70,10 @@ def _attend_wav2vec2(
 ) -> tuple[Tensor, None]:
     """Return the output of the attention of wav2vec2-conformer, w2v-BERT and SeamlessM4T."""
     projections = module.linear_q, module.linear_k, module.linear_v
-    query, key, value = _heads(hidden_states, module.head_size, *projections)
+    query, key, value = heads_of(hidden_states, module.head_size, *projections)
     if module.position_embeddings_type == "relative":
         assert relative_position_embeddings is not None
-        (table,) = _heads(relative_position_embeddings[0], module.head_size, module.linear_pos)
+        (table,) = heads_of(relative_position_embeddings[0], module.head_size, module.linear_pos)
         bias = ByQuery(query + module.pos_bias_v[:, None], table, query.shape[2] - 1)
         query = query + module.pos_bias_u[:, None]
     else:
@@ -134,8 +131,8 @@ def _attend_parakeet(
         raise ValueError(f"dropout_positions: expected 0 in training, got {module.config.dropout_positions}")
     if attention_mask is None or isinstance(attention_mask, _Frames):
         attention_mask = _mask(None if attention_mask is None else attention_mask.real_frames, hidden_states)
-    query, key, value = _heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
-    (table,) = _heads(position_embeddings[0], module.head_dim, module.relative_k_proj)
+    query, key, value = heads_of(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    (table,) = heads_of(position_embeddings[0], module.head_dim, module.relative_k_proj)
     bias = ByQuery(query + module.bias_v[:, None], table, query.shape[2] - 1)
     heads, dropout = (query + module.bias_u[:, None], key, value), module.attention_dropout
     return module.o_proj(_attend(module, heads, attention_mask, module.scaling, dropout, _biased(bias), options)), None
@@ -144,7 +141,7 @@ def _attend_parakeet(
 def _attend_granite5(
     module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    query, key, value = _heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = heads_of(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     # They count distances from the key to the query.
     bias = ByQuery(query, module.rel_pos_emb.weight.flip(0).unsqueeze(0), module.rel_pos_emb.num_embeddings // 2)
     mask = _mask(attention_mask, hidden_states, Segments(module.context_size))
@@ -154,8 +151,8 @@ def _attend_granite5(
 
 def _attend_granite(module: Any, hidden_states: Tensor, attention_dists: Any) -> Tensor:
     hidden_states = module.pre_norm(hidden_states)
-    (query,) = _heads(hidden_states, module.dim_head, module.to_q)
-    key, value = _heads(hidden_states, module.dim_head, module.to_kv)[0].chunk(2, 1)
+    (query,) = heads_of(hidden_states, module.dim_head, module.to_q)
+    key, value = heads_of(hidden_states, module.dim_head, module.to_kv)[0].chunk(2, 1)
     bias = ByQuery(query, module.rel_pos_emb.weight.flip(0).unsqueeze(0), module.max_pos_emb)
     mask = _mask(None, hidden_states, Segments(module.context_size))
     out: Tensor = module.to_out(_attend(module, (query, key, value), mask, module.scale, 0.0, _biased(bias), {}))
@@ -256,7 +253,7 @@ def _attend_deberta(
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
     head_dim, tokens = module.attention_head_size, hidden_states.shape[1]
-    query, key, value = _heads(hidden_states, head_dim, module.query_proj, module.key_proj, module.value_proj)
+    query, key, value = heads_of(hidden_states, head_dim, module.query_proj, module.key_proj, module.value_proj)
     kinds = [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]
     biases: list[Bias] = []
     if module.relative_attention:
@@ -268,7 +265,7 @@ def _attend_deberta(
         for kind, side, of in (("c2p", "key", query), ("p2c", "query", key)):
             if kind in kinds:
                 project = getattr(module, f"{side}_proj" if module.share_att_key else f"pos_{side}_proj")
-                table = _heads(vectors, head_dim, project)[0].index_select(1, place)
+                table = heads_of(vectors, head_dim, project)[0].index_select(1, place)
                 biases.append((ByQuery if kind == "c2p" else ByKey)(of, table, tokens - 1))
     scores, scale = _biased(tuple(biases)) if biases else None, _scale_deberta(head_dim, len(kinds))
     return _attend(module, (query, key, value), attention_mask, scale, module.dropout.p, scores, {}), None
@@ -277,7 +274,7 @@ def _attend_deberta(
 def _attend_wavlm(module: Any, hidden_states: Tensor, attention_mask: Any, position_bias: Any, **options: Any) -> Any:
     # Layers share the weight of the first one.
     weight = module.rel_attn_embed.weight if position_bias is None else position_bias
-    query, key, value = _heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = heads_of(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     states = hidden_states.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
     first, second = module.gru_rel_pos_linear(states).unflatten(-1, (2, 4)).sum(-1).sigmoid().chunk(2, -1)
     gate, n = first * (second * module.gru_rel_pos_const - 1) + 2, query.shape[2]
@@ -297,7 +294,7 @@ def _bias_mpnet(encoder: Any, x: Tensor, *given: Any) -> Callable[..., Any]:
 
 def _attend_mpnet(module: Any, x: Tensor, mask: Tensor, scores: Any, output_attentions: bool = False) -> tuple[Tensor]:
     options = {"output_attentions": output_attentions, "is_causal": False}
-    heads = _heads(x, module.attention_head_size, module.q, module.k, module.v)
+    heads = heads_of(x, module.attention_head_size, module.q, module.k, module.v)
     return (
         module.o(_attend(module, heads, mask, module.attention_head_size**-0.5, module.dropout.p, scores, options)),
     )
@@ -314,7 +311,7 @@ def _attend_swin(module: Any, x: Tensor, mask: Any = None, output_attentions: bo
     owner = module.relative_position_bias if is_new else module
     names = ("q_proj", "k_proj", "v_proj") if is_new else ("query", "key", "value")
     head_dim = x.shape[-1] // module.num_attention_heads
-    query, key, value = _heads(x, head_dim, *(getattr(module, name) for name in names))
+    query, key, value = heads_of(x, head_dim, *(getattr(module, name) for name in names))
     if is_cosine:
         table = 16 * module.continuous_position_bias_mlp(module.relative_coords_table).sigmoid().flatten(0, -2)
         length = module.logit_scale.clamp(max=math.log(100)).exp()

@@ -1,6 +1,6 @@
 """The tiles that a pattern may keep, from its cover: candidates for an index, counts and needs without one."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -105,47 +105,34 @@ def needed(
     >>> needed(Causal() & Window(100), rows, rows // 2, 2, TileGrid(128, 0, 512, 512)).int().tolist()
     [[1, 1, 0, 0], [0, 1, 1, 1]]
     """
-    budget = Budget(max_bytes, grid)
-    budget.check(pattern, n_parts * (grid.n_cols + 1), 8)
-    touched, distinct = Touched(rows, parts, n_parts, grid), torch.unique(rows)
-    for member, head in groups_of(pattern, num_heads, batch)[1] if grid.n_cols else ():
-        cover = member.cover(head, distinct, grid)
-        budget.check(pattern, touched.count(cover), _COVER_BYTES)
-        touched.add(cover)
-    return touched.columns()
+    distinct, members = torch.unique(rows), groups_of(pattern, num_heads, batch)[1] if grid.n_cols else ()
+    covers = (member.cover(head, distinct, grid) for member, head in members)
+    return touched(covers, pattern, rows, parts, n_parts, grid, max_bytes)
 
 
-class Touched:
-    """Collects the column tiles that covers name for parts of their rows. Rows of no part do not count."""
-
+def touched(
+    covers: Iterable[Cover], pattern: Pattern, rows: Tensor, parts: Tensor, n_parts: int, grid: TileGrid,
+    max_bytes: int = MAX_BYTES,
+) -> Tensor:  # fmt: skip
+    """Return the column tiles that a pattern's covers, which may overlap, name for parts of the rows, as `needed`."""
+    budget, width = Budget(max_bytes, grid), grid.n_cols + 1
+    budget.check(pattern, n_parts * width, 8)
     # An interval adds one at its first column and takes one away behind its last, so sums along the columns of a part
     # are the intervals that touch each. With 5 columns, [1, 3) and [2, 4) are changes 0 1 1 -1 -1 and sums 0 1 2 1 0.
-    def __init__(self, rows: Tensor, parts: Tensor, n_parts: int, grid: TileGrid) -> None:
-        self._first, self._width, self._n_parts = grid.first_row, grid.n_cols + 1, n_parts
-        self._change = torch.zeros(n_parts * self._width, dtype=torch.int32, device=rows.device)
-        # The parts of row r are `_parts[_begin[r]:][:_copies[r]]`.
-        self._copies = torch.bincount(rows - self._first, minlength=grid.n_rows)
-        self._parts = parts[torch.argsort(rows)] * self._width
-        self._begin = self._copies.cumsum(0) - self._copies
-
-    def count(self, cover: Cover) -> int:
-        """Return the number of intervals that `add` adds, one for each part of a row."""
-        return int(self._copies[cover.row - self._first].sum())
-
-    def add(self, cover: Cover) -> None:
-        """Add a cover, whose intervals may overlap."""
-        row = cover.row - self._first
-        copies = self._copies[row]
-        which = torch.repeat_interleave(copies)
-        part = torch.arange(len(which), device=row.device) + (self._begin[row] - (copies.cumsum(0) - copies))[which]
-        begin, lo, hi = self._parts[part], cover.lo[which], cover.hi[which]
+    change = torch.zeros(n_parts * width, dtype=torch.int32, device=rows.device)
+    # The parts of row r are `of_rows[begin[r]:][:copies[r]]`. Rows of no part do not count.
+    copies = torch.bincount(rows - grid.first_row, minlength=grid.n_rows)
+    begin, of_rows = copies.cumsum(0) - copies, parts[torch.argsort(rows)] * width
+    for cover in covers:
+        row = cover.row - grid.first_row
+        count = copies[row]
+        budget.check(pattern, int(count.sum()), _COVER_BYTES)
+        which = torch.repeat_interleave(count)
+        part = torch.arange(len(which), device=row.device) + (begin[row] - (count.cumsum(0) - count))[which]
+        first, lo, hi = of_rows[part], cover.lo[which], cover.hi[which]
         one = (hi > lo).int()
-        self._change.index_add_(0, begin + lo, one).index_add_(0, begin + hi, one, alpha=-1)
-
-    def columns(self) -> Tensor:
-        """Return the columns of each part, bool ``[n_parts, n_cols]``."""
-        change = self._change.view(self._n_parts, self._width)
-        return change.cumsum(1, dtype=torch.int32)[:, :-1] > 0
+        change.index_add_(0, first + lo, one).index_add_(0, first + hi, one, alpha=-1)
+    return change.view(n_parts, width).cumsum(1, dtype=torch.int32)[:, :-1] > 0
 
 
 def candidates(

@@ -9,7 +9,7 @@ from torch import Tensor
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.plan import MAX_PIECES, Demand, Transport, demand_of, fits_ring, is_better_gathered, is_cut
 from ringtile.index import candidates
-from ringtile.index.covers import MAX_BYTES, Budget, Touched, check_candidates, groups_of
+from ringtile.index.covers import check_candidates, groups_of, touched
 from ringtile.patterns import Pattern
 from ringtile.patterns.base import Cover, TileGrid
 from ringtile.tools.predict.hardware import Sizes
@@ -93,14 +93,7 @@ class Tiles:
 
     def needed(self, rows: Tensor, ranks: Tensor, n_ranks: int) -> Tensor:
         """Return the column tiles that ranks need for these of their rows, bool ``[P, C]``."""
-        Budget(MAX_BYTES, self.grid).check(self.pattern, n_ranks * (self.grid.n_cols + 1), 8)
-        if len(rows) == 0:
-            return torch.zeros(n_ranks, self.grid.n_cols, dtype=torch.bool)
-        touched = Touched(rows, ranks, n_ranks, self.grid)
-        for cover in self.covers():
-            Budget(MAX_BYTES, self.grid).check(self.pattern, touched.count(cover), 16)
-            touched.add(cover)
-        return touched.columns()
+        return touched(self.covers() if len(rows) else (), self.pattern, rows, ranks, n_ranks, self.grid)
 
 
 def _singles_first(cover: Cover) -> Iterator[Tensor]:

@@ -201,9 +201,7 @@ class RingCache(LayerCache):
         if self._held is None:
             self._held = new.room(len(new.position))
         elif self._count + len(new.position) > len(self._held.position):
-            present = self._present()
-            assert present is not None
-            kept = self._in_reach(present)
+            kept = self._in_reach(self._present())
             self._count = len(kept.position)
             self._held = new.room(2 * (self._count + len(new.position)))
             self._write(0, kept)
@@ -225,10 +223,8 @@ class RingCache(LayerCache):
 
     def _part(self, query: Tensor, position: Tensor) -> Tensor:
         """Return the output and the lse ``[B, H, N, Dv + 1]`` of attention to this rank's keys."""
-        held = self._present()
-        assert held is not None
         wide, heads = accumulator(query), query.shape[1]
-        seen, kept = self._kept(held, position, heads)
+        seen, kept = self._kept(self._present(), position, heads)
         found = query.new_zeros(*query.shape[:3], seen.value.shape[3] + 1, dtype=wide)
         found[..., -1] = -torch.inf
         if not len(seen.position):

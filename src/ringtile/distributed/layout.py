@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from ringtile.distributed.process_groups import Ranks, place_of
 from ringtile.patterns.base import TileGrid
+from ringtile.patterns.checks import check_positive
 
 Run = tuple[int, int]
 """Positions from the first to before the second."""
@@ -35,8 +36,7 @@ class Layout:
     runs: tuple[tuple[Run, ...], ...]
 
     def __post_init__(self) -> None:
-        if type(self.n_tokens) is not int or self.n_tokens < 1:
-            raise ValueError(f"n_tokens: expected a positive integer, got {self.n_tokens!r}")
+        check_positive(n_tokens=self.n_tokens)
         if not self.runs:
             raise ValueError(f"runs: expected the runs of at least one rank, got {self.runs!r}")
         object.__setattr__(self, "runs", tuple(tuple(_joined(runs)) for runs in self.runs))
@@ -202,9 +202,7 @@ def _joined(runs: Iterable[Run]) -> Iterable[Run]:
 
 def _bounds(n_tokens: int, n_parts: int, unit: int) -> list[int]:
     """Cut tokens into parts of nearly equally many units. The last unit can be shorter."""
-    for name, value in (("n_tokens", n_tokens), ("n_ranks", n_parts), ("unit", unit)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+    check_positive(n_tokens=n_tokens, n_ranks=n_parts, unit=unit)
     units = -(-n_tokens // unit)
     return [min(units * part // n_parts * unit, n_tokens) for part in range(n_parts + 1)]
 

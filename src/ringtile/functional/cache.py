@@ -194,16 +194,18 @@ class LayerCache:
         position = torch.arange(self.length, self.length + key.shape[2], device=key.device)
         self._store(self._new(key, value, position, key_mask))
         seen = self._present()
-        assert seen is not None
         return seen, seen.mask if self._masked else None
 
-    def _present(self) -> HeldKeys | None:
-        return None if self._held is None else self._held.narrowed(0, self.held)
+    def _present(self) -> HeldKeys:
+        assert self._held is not None
+        return self._held.narrowed(0, self.held)
+
+    def _with(self, new: HeldKeys) -> HeldKeys:
+        return new if self._held is None else self._present().joined(new)
 
     def _attend_whole(self, attend: Callable[..., Any], query: Tensor, new: HeldKeys) -> Tensor:
         """Compute many queries at once, while the cache still holds all keys in order."""
-        before = self._present()
-        seen = new if before is None else before.joined(new)
+        seen = self._with(new)
         mask, enable_gqa = seen.mask if self._masked else None, query.shape[1] != new.key.shape[1]
         out: Tensor = attend(query, seen.key, seen.value, key_mask=mask, enable_gqa=enable_gqa)
         self._store(new)
@@ -215,10 +217,8 @@ class LayerCache:
             # The overwritten key is out of reach of the only query.
             self._store(new)
             seen = self._present()
-            assert seen is not None
         else:
-            before = self._present()
-            seen = new if before is None else before.joined(new)
+            seen = self._with(new)
             self._store(new)
         num_heads = query.shape[1]
         seen, kept = self._kept(seen, new.position, num_heads)

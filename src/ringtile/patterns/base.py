@@ -254,6 +254,11 @@ class Pattern:
         object.__setattr__(self, "text", text if self._has_text else None)
 
 
+def same_for_heads(self: Pattern, head: int) -> Hashable:
+    """Return one class for all heads: the `head_class` of rules that ignore the head."""
+    return None
+
+
 def full_shape(kept: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Expand the result of a rule that ignores the head to the broadcast shape."""
     return kept.expand(torch.broadcast_tensors(head, query, key)[0].shape)
@@ -268,6 +273,7 @@ class Dense(Pattern):
     """
 
     unbounded = True
+    head_class = same_for_heads
 
     def __post_init__(self) -> None:
         self._set_text("dense")
@@ -277,9 +283,6 @@ class Dense(Pattern):
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         return torch.ones_like(row)
-
-    def head_class(self, head: int) -> Hashable:
-        return None
 
 
 class Composed(Pattern, rule=("allowed",)):

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Pattern
+from ringtile.patterns.base import Pattern, same_for_heads
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
 from ringtile.patterns.content import Content
 from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
@@ -240,6 +240,7 @@ class SampledBlocks(BlockPattern):
     within: int = 0
     block: int = 128
     unbounded = True
+    head_class = same_for_heads
 
     def __post_init__(self) -> None:
         name = "sampled_blocks"
@@ -291,9 +292,6 @@ class SampledBlocks(BlockPattern):
         k = least[which] + torch.arange(len(which), device=count.device) - (count.cumsum(0) - count)[which]
         end = number[which] - k * self.of + 1
         return tile[which], torch.maximum(end - self.keep, low[which]), torch.minimum(end, high[which])
-
-    def head_class(self, head: int) -> Hashable:
-        return None
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         n_blocks = -(-min(self.within or grid.n_keys, grid.n_keys) // self.block) + 1

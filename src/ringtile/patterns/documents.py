@@ -1,6 +1,6 @@
 """Packed documents: attention stays inside each document."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.base import Pattern, full_shape, same_for_heads
 from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.content import Content
 from ringtile.patterns.grid import FAR, TileGrid, interval_cover
@@ -33,6 +33,7 @@ class Documents(Pattern):
     bounds: Content
     """``[B or 1, D + 1]`` int64: the begin of each document, then the number of tokens, repeated as padding."""
     batched: bool
+    head_class = same_for_heads
 
     def __init__(
         self, lengths: Sequence[int] | None = None, *, cu_seqlens: Tensor | None = None, ids: Tensor | None = None
@@ -115,9 +116,6 @@ class Documents(Pattern):
         row = object.__new__(Documents)
         row._fill(self.bounds.tensor[batch].unsqueeze(0), batched=False)
         return row
-
-    def head_class(self, head: int) -> Hashable:
-        return None
 
     def envelope(self) -> Pattern:
         return self

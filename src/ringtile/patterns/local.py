@@ -7,7 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.base import Pattern, full_shape, same_for_heads
 from ringtile.patterns.checks import checked_int
 from ringtile.patterns.grid import TileGrid, interval_cover, periodic_classes
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
@@ -110,6 +110,7 @@ class GlobalTokens(Pattern):
     tokens: int
     _size = ("tokens", 2)
     unbounded = True
+    head_class = same_for_heads
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", checked_int("global_tokens", "tokens", self.tokens))
@@ -130,9 +131,6 @@ class GlobalTokens(Pattern):
         ]
         full = (sides[0] == 1) | (sides[1] == 1)
         return torch.where(full, 1, torch.where(sides[0] + sides[1] == 0, 0, 2 + 3 * sides[0] + sides[1]))
-
-    def head_class(self, head: int) -> Hashable:
-        return None
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,6 +1,6 @@
 """Neighborhoods on a grid of one, two or three axes, with the tokens in the order of rows or of compact tiles."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.base import Pattern, full_shape, same_for_heads
 from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.grid import Cover, TileGrid, number_pairs
 
@@ -60,6 +60,7 @@ class Neighborhood(Pattern):
     stride: Sequence[int] | int = 1
     causal: Sequence[int] | int = 0
     tile: Sequence[int] | None = None
+    head_class = same_for_heads
 
     def __post_init__(self) -> None:
         size = checked_ints("neighborhood", "size", self.size, 1)
@@ -143,9 +144,6 @@ class Neighborhood(Pattern):
         number[boxes.inside(row, col)] = 1
         number[~boxes.meet(row, col)] = 0
         return number
-
-    def head_class(self, head: int) -> Hashable:
-        return None
 
     def validate(self, grid: TileGrid) -> None:
         """Raise ValueError unless the keys are all tokens, and the queries are some of them."""

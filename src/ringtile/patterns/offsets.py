@@ -4,7 +4,7 @@ With ``D = query // unit - key // unit``, a term keeps the pairs for which D is 
 ``-right <= D <= left``. A rule keeps the pairs of all its terms.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.base import Pattern, full_shape, same_for_heads
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int, checked_ints
 from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover, number_pairs, periodic_classes
 
@@ -60,6 +60,7 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
     """A pattern defined by its terms, on blocks of ``unit`` tokens."""
 
     unbounded = True
+    head_class = same_for_heads
 
     @property
     def unit(self) -> int:
@@ -133,9 +134,6 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         period = self.unit // gcd(self.unit, grid.block)
         return periodic_classes(row, col, period, lambda row, col: self._classes(row, col, grid))
-
-    def head_class(self, head: int) -> Hashable:
-        return None
 
     def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         (row_first, row_last), (col_first, col_last) = grid.units(row, self.unit), grid.units(col, self.unit)

@@ -8,22 +8,11 @@ from ringtile.integrations.transformers.indexers import index_losses
 from ringtile.integrations.transformers.registry import model_facts, register, use_ringtile
 
 if TYPE_CHECKING:
-    from ringtile.integrations.transformers.parallel import ContextParallel, context_parallel
-    from ringtile.integrations.transformers.serving import continuous_batching
+    from ringtile.integrations.transformers.parallel import ContextParallel as ContextParallel
+    from ringtile.integrations.transformers.parallel import context_parallel as context_parallel
+    from ringtile.integrations.transformers.serving import continuous_batching as continuous_batching
 
     CPTrainer: Any
-
-__all__ = [
-    "CPTrainer",
-    "ContextParallel",
-    "calibrate",
-    "context_parallel",
-    "continuous_batching",
-    "index_losses",
-    "model_facts",
-    "register",
-    "use_ringtile",
-]
 
 # A model on one process does not need torch.distributed, and a loop of your own no Trainer.
 _LATER = {
@@ -32,6 +21,7 @@ _LATER = {
     "context_parallel": "parallel",
     "CPTrainer": "trainer",
 }
+__all__ = ["calibrate", "index_losses", "model_facts", "register", "use_ringtile", *_LATER]
 
 
 def __getattr__(name: str) -> Any:

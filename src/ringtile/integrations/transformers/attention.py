@@ -119,19 +119,8 @@ def check_decode(decode: LayerDecode) -> None:
             check_steps(one)
 
 
-def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Attend | None:
-    """Return the function that computes the attention of one module, or None for `sparse_attention`."""
-    found: Attend | None = _of_layer("attend", "function", attend, module)
-    return found
-
-
-def decode_of_layer(decode: LayerDecode, module: nn.Module) -> Choice | None:
-    """Return how steps of one module choose tiles, or None for all keys."""
-    found: Choice | None = _of_layer("decode", "choice", decode, module)
-    return found
-
-
-def _of_layer(name: str, kind: str, given: Any, module: nn.Module) -> Any:
+def for_layer(name: str, given: Any, module: nn.Module) -> Any:
+    """Return what ``attend`` or ``decode`` is for one module, or None. Raise ValueError if it is not for it."""
     if given is None:
         return None
     if _has_cross_attention(module):
@@ -140,6 +129,7 @@ def _of_layer(name: str, kind: str, given: Any, module: nn.Module) -> Any:
         return given
     layer = getattr(module, "layer_idx", None)
     if layer is None or layer >= len(given):
+        kind = {"attend": "function", "decode": "choice"}[name]
         raise ValueError(f"{name}: expected one {kind} per layer, got {len(given)} for {layer=} of {type(module)}")
     return given[layer]
 
@@ -247,7 +237,7 @@ def attend(
         kept = kept._replace(start=n_keys - 1)
     scores: dict[str, Any] = {} if bias_of is None else bias_of(query, key, kept.start)
     limits = {"softcap": softcap or None, "s_aux": s_aux, **scores}
-    by_layer, choice = attend_of_layer(by, module), decode_of_layer(decode, module)
+    by_layer, choice = for_layer("attend", by, module), for_layer("decode", decode, module)
     if by_layer is not None and (query.shape[2] > 1 or getattr(by_layer, "steps", False)):
         out = _adapted(by_layer, query, key, value, kept, limits, options)
         return out.transpose(1, 2).contiguous(), None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from ringtile.functional.cache import with_room
-from ringtile.integrations.transformers.attention import KEPT, PAGES, decode_of_layer
+from ringtile.integrations.transformers.attention import KEPT, PAGES, for_layer
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
@@ -68,7 +68,7 @@ def make_room(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Make the layer of a dynamic cache a `RoomyLayer`, before an attention module that decodes sparsely adds keys."""
     chosen, cache = getattr(module, KEPT, None), kwargs.get("past_key_values")
     layers, number = getattr(cache, "layers", None), getattr(module, "layer_idx", None)
-    if chosen is None or layers is None or number is None or decode_of_layer(chosen.decode, module) is None:
+    if chosen is None or layers is None or number is None or for_layer("decode", chosen.decode, module) is None:
         return
     replicated: Any = cache.layer_class_to_replicate  # type: ignore[union-attr]
     while replicated is not None and len(layers) <= number:

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 import torch
 
+from ringtile.patterns.checks import check_positive
+
 _KINDS: dict[Any, str] = {str: "a string", bool: "true or false", int: "a positive integer", float: "a positive number"}
 
 
@@ -122,10 +124,7 @@ class Sizes:
     def __post_init__(self) -> None:
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
-        for name in ("heads", "kv_heads", "head_dim", "value_dim", "batch"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        check_positive(**{name: size for name, size in vars(self).items() if name != "dtype"})
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: expected a divisor of heads={self.heads}, got {self.kv_heads}")
         if not self.dtype.is_floating_point:

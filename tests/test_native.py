@@ -748,6 +748,32 @@ def far_apart(x: Tensor, dim: int, file: Path) -> Tensor:
     return room.as_strided(x.shape, strides).copy_(x)
 
 
+@pytest.mark.parametrize(("length", "expands"), [(1000, False), (1000, True), (896, False)])
+def test_rows_that_are_read_many_times_lie_side_by_side(
+    length: int, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 8 tiles of each row, or 7. Keys and values have two heads, or one that is expanded to two.
+    heads = torch.randn(1, length, 8, 16, dtype=torch.float64).transpose(1, 2)
+    k, v = (x[:, :1].expand(-1, 2, -1, -1) if expands else x for x in heads[:, 2:6].chunk(2, 1))
+    tensors = heads[:, :2], k, v, heads[:, 6:]
+    real, strides = native._Job._call, []
+
+    def spy(job: Any, function: Any) -> None:
+        strides.append([getattr(job.c, f"{name}_stride")[2] for name in ("q", "k", "v", "out_grad")])
+        real(job, function)
+
+    monkeypatch.setattr(native._Job, "_call", spy)
+    found = attend(*tensors[:3], Dense(), tensors[3]).tensors()
+    far, many = 8 * 16, length == 1000
+    keys, queries = 16 if many and not expands else far, 16 if many else far
+    assert strides[0] == [far, keys, keys, 0]
+    assert [*map(list, {*map(tuple, strides[1:])})] == [[queries, keys, keys, queries]]
+    expected = oracle(*tensors[:3], Dense(), grad_out=tensors[3])
+    for name, x in {"out": expected.out, "lse": expected.lse, **expected.grads}.items():
+        assert relative_error(found[name], x) < 1e-13, name
+    assert_same_bits(found, attend(*(x.contiguous() for x in tensors[:3]), Dense(), tensors[3].contiguous()).tensors())
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_strides_beyond_32_bits(dim: int, tmp_path: Path) -> None:
     shape = [2, 2, 40, 16]

@@ -45,6 +45,8 @@ _ROW_BLOCK = 128
 _SMALL = 1e8
 """Operations of a call that would notice the search for its index. A larger one keeps its index in the cache longer."""
 _TEMPLATES = 32
+_READS = 8
+"""Rows that a head reads as often are copied side by side first: far apart, they share few sets of the first cache."""
 _SHARES_A_THREAD = 16
 """Threads share a row or column of more than 1 / 16 of one thread's work in the backward pass."""
 
@@ -102,6 +104,8 @@ class _Template(NamedTuple):
     accumulator: torch.dtype
     in_place: bool
     """True if the kernel reads the tensors where they are."""
+    rereads: bool
+    """True if it reads each row many times, so that `_readable` copies those that are far apart."""
     out_stride: tuple[int, ...]
     """The layout of `new_out`."""
     n_rows: int
@@ -243,11 +247,18 @@ def _current(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | N
     return prepared
 
 
+def _readable(x: Tensor, rereads: bool) -> Tensor:
+    """Return a tensor that the kernel can read fast. What is expanded stays as small as it is."""
+    far = rereads and x.stride(2) > x.shape[3] and 0 not in x.stride()
+    return x.contiguous() if far else with_contiguous_rows(x)
+
+
 def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _Lists) -> _Template:
     check_groups(index, q)
     (batch, heads, n_queries, head_dim), (kv_heads, n_keys, value_dim) = q.shape, v.shape[1:]
     area = lists.tiles * min(index.block, n_queries) * min(index.block, n_keys) * batch * heads
-    readable = [with_contiguous_rows(x) for x in (q, k, v)]
+    rereads = lists.tiles >= _READS * max(index.n_rows, index.n_cols)
+    readable = with_contiguous_rows(q), _readable(k, rereads), _readable(v, rereads)
     in_place = readable[0] is q and readable[1] is k and readable[2] is v
     width = max(value_dim, 1)
     out_stride = n_queries * heads * width, width, heads * width, 1
@@ -260,9 +271,8 @@ def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _L
     c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
     c.out_stride, c.item_begin = out_stride[:3], items.data_ptr()
     operations = 2.0 * area * (head_dim + value_dim)
-    return _Template(
-        c, items, int(items[-1]), operations, accumulator(q), in_place, out_stride, index.n_rows, index.n_cols
-    )
+    sizes = index.n_rows, index.n_cols
+    return _Template(c, items, int(items[-1]), operations, accumulator(q), in_place, rereads, out_stride, *sizes)
 
 
 class _Job:
@@ -277,7 +287,7 @@ class _Job:
         check_options(q, k, call)
         self.library: Library = library()
         if not template.in_place:
-            q, k, v = (with_contiguous_rows(x) for x in (q, k, v))
+            q, k, v = with_contiguous_rows(q), *(_readable(x, template.rereads) for x in (k, v))
         self.tensors = [q, k, v]
         c = self.c = type(template.structure).from_buffer_copy(template.structure)
         # Not in the template: the precision that a caller allows can change from call to call.
@@ -315,8 +325,8 @@ class _Job:
         self.tensors.append(x)
         return x
 
-    def place(self, name: str, x: Tensor) -> None:
-        self.c.place(name, self.keep(with_contiguous_rows(x)))
+    def place(self, name: str, x: Tensor, rereads: bool = False) -> None:
+        self.c.place(name, self.keep(_readable(x, rereads)))
 
     def run(self, forward: bool, phase: int, items: int, operations: float) -> None:
         """Run one phase over all its items."""
@@ -395,7 +405,8 @@ def backward(
     q_grad = lse.new_zeros(q.shape) if by_columns else q.new_empty(q.shape)
     k_grad, v_grad = k.new_empty(k.shape), v.new_empty(v.shape)
     job.place("out", out)
-    job.place("out_grad", out_grad)
+    for name, x in (("q", q), ("out_grad", out_grad)):
+        job.place(name, x, job.template.rereads)
     job.c.lse = job.keep(lse.contiguous()).data_ptr()
     if lse_grad is not None:
         job.c.lse_grad = job.keep(lse_grad.to(lse.dtype).contiguous()).data_ptr()

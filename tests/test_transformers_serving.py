@@ -114,7 +114,8 @@ def test_requests_of_equal_lengths_are_one_call(calls: list[tuple[Tensor, Tensor
 
 def test_steps_of_one_query_read_the_pages_where_they_lie(calls: list[tuple[Tensor, Tensor]], caches: Any) -> None:
     compare(built("Llama"), 128)
-    steps = [key for query, key in calls if query.shape[2] == 1]
+    # The two heads of each key head are two queries.
+    steps = [key for query, key in calls if query.shape[1:3] == (2, 2)]
     # 5 + 1, 40 + 1 and 17 + 1 tokens in pages of 8.
     assert steps[0].shape == (1 + 6 + 1 + 1 + 3, 2, 8, 16)
     assert len(steps) == 2 * (STEPS - 1)
@@ -124,7 +125,7 @@ def test_steps_of_one_query_read_the_pages_where_they_lie(calls: list[tuple[Tens
 def test_requests_that_share_pages(calls: list[tuple[Tensor, Tensor]]) -> None:
     common = torch.randint(3, 97, (24,)).tolist()
     compare(built("Llama"), 32, [[*common, *more] for more in ([5], [6, 7], [8, 9, 10])])
-    gathered = [key for query, key in calls if query.shape[2] == 1 and key.shape[2] > 8]
+    gathered = [key for query, key in calls if query.shape[1:3] == (2, 2) and key.shape[2] > 8]
     assert gathered
 
 
@@ -192,7 +193,7 @@ def test_steps_have_the_error_of_torch(dtype: torch.dtype, with_sinks: bool, cal
     else:
         # A sink scales the output, which is rounded once more.
         assert max(errors) <= SDPA_BUDGET[dtype] * max(budgets) * (2 if with_sinks else 1)
-    in_place = [key for query, key in calls if key.shape[2] == 16 and query.shape[2] == 1 and len(key) > 4]
+    in_place = [key for query, key in calls if key.shape[2] == 16 and query.shape[2] == 2 and len(key) > 4]
     # In half types, the rounded outputs of pages would be too far off.
     assert len(in_place) == (2 if dtype in (torch.float32, torch.float64) else 0)
 

@@ -163,11 +163,20 @@ def _attend_paged(
                 for x, part in ((query, rows), (key, keys), (value, keys))
             )
             k, v = (x if dtype is None else restored(x, query.dtype) for x in (k, v))
-            found.append(sparse_attention(q, k, v, rule, **how).transpose(1, 2).flatten(0, 1))
+            if n_queries == 1 and rule == Causal() and how["sinks"] is None:
+                out = sparse_attention(_by_key_head(q[:, :, 0], k), k, v, **how).flatten(1, 2)
+            else:
+                out = sparse_attention(q, k, v, rule, **how).transpose(1, 2).flatten(0, 1)
+            found.append(out)
     if begin_query < query.shape[2]:
         # Places of a graph that no request has.
         found.append(query.new_zeros(query.shape[2] - begin_query, query.shape[1], head_dim))
     return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(0), None
+
+
+def _by_key_head(query: Tensor, key: Tensor) -> Tensor:
+    """Return one query ``[B, H, D]`` as ``[B, Hkv, H / Hkv, D]``: each key is read once for the heads that share it."""
+    return query.reshape(len(query), key.shape[1], -1, query.shape[2])
 
 
 def _pages_of_step(allocator: Any, options: dict[str, Any]) -> _Pages | None:
@@ -218,10 +227,10 @@ def _attend_pages(
     for x, new in zip(held, (key, value), strict=True):
         x.view(-1, *x.shape[2:]).index_copy_(0, options["write_index"][allocator.index], new[0].transpose(0, 1))
     k, v = (x[pages.span].transpose(1, 2) for x in held)
-    q = query[0].transpose(0, 1)[pages.request].unsqueeze(2)
+    q = _by_key_head(query[0].transpose(0, 1)[pages.request], k)
     sinks = how.pop("sinks")
     found = sparse_attention(q, k, v, key_lengths=pages.key_lengths, return_lse=True, **how)
-    out, lse = (x.squeeze(2) for x in found)
+    out, lse = (x.flatten(1, 2) for x in found)
     weights = lse[pages.table].masked_fill(pages.absent, -math.inf)
     if sinks is not None:
         weights = torch.cat((weights, sinks.to(weights.dtype).expand(len(weights), 1, -1)), 1)

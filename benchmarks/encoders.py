@@ -18,8 +18,9 @@ A ragged batch has documents of 256 to 8,192 tokens, evenly spaced in their loga
 * padded: in one call, by PyTorch. All rows take the same time, so some are measured, and their time is multiplied.
 
 Memory is the peak of the process while it computes, beyond what it held before: the weights, and what a short call
-leaves. A cell that needs more than --memory is recorded as such. The record is written after each cell. --page writes
-docs/encoders.md and its picture from the record.
+leaves. A cell that needs more than --memory is recorded as such. The record is written after each cell. Its other cells
+stay, if an earlier run on this machine measured them, so cells can be measured apart: each run computes the first one
+of its inputs again, which the others are compared with. --page writes docs/encoders.md and its picture from the record.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from merged import before, merged
 from pages import Code, Part, Picture, Table, filled, markdown, table_lines
 from torch import Tensor, nn
 
@@ -388,6 +390,22 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     return {**origin(shlex.join(["python", *(word for word in sys.argv if word not in left_out)])), **facts}
 
 
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells the cell of a row from others, in the order of `cells_of`."""
+    lengths, dtype, engine = row["lengths"], row["dtype"], row["engine"]
+    return len(lengths) > 1, lengths, dtype != "float32", ENGINES.index(engine), row["way"] == PADDED
+
+
+def check_firsts(jobs: list[Cell], rows: list[dict[str, Any]]) -> None:
+    """Raise SystemExit if cells would be compared with another one than those that the record has of their input."""
+    for lengths in {tuple(cell.lengths): None for cell in jobs}:
+        first = key_of(next(cell for cell in jobs if tuple(cell.lengths) == lengths)._asdict())
+        for row in (row for row in rows if tuple(row["lengths"]) == lengths and row["seconds"]):
+            if row["of"] is None and key_of(row) != first:
+                name = f"{input_of(row)}, {row['dtype']}, {engine_and_way(row)}"
+                raise SystemExit(f"--out: expected a run that computes {name} first, as the record does")
+
+
 def main() -> None:
     """Measure the cells, print a table, and write the record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -435,6 +453,8 @@ def main() -> None:
     if record["warning"]:
         progress.say(record["warning"])
     jobs = [cell for cell in cells_of(args) if not any(re.search(each, cell.name) for each in args.skip)]
+    old = before(args.out, record)
+    check_firsts(jobs, old["rows"])
     with tempfile.TemporaryDirectory() as folder:
         args.work = Path(folder)
         for engine in sorted({cell.engine for cell in jobs} & {"openvino", "onnxruntime"}):
@@ -450,7 +470,10 @@ def main() -> None:
             told = "out of memory" if isinstance(found, str) else duration_text(seconds_of(row))
             progress.say(f"{cell.name}: {told}")
             if args.out is not None:
-                write_whole(args.out, json.dumps(record, indent=1) + "\n")
+                whole = merged(old, record, key_of)
+                whole["rows"].sort(key=key_of)
+                whole["warning"] = record["warning"] or old["warning"]
+                write_whole(args.out, json.dumps(whole, indent=1) + "\n")
     print("\n".join(table_lines(table(record["rows"]))))
 
 

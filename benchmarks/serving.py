@@ -11,6 +11,8 @@ the first token that differs. Then whole calls take turns in one process. Ratios
 * sdpa: `generate_batch`, which makes one mask over all requests.
 * ringtile: `generate_batch` inside `continuous_batching`.
 * bfloat16, int8: the same, with pages that hold rounded keys and values.
+
+The record is written after each cell. Its other cells stay, if an earlier run on this machine measured them.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from merged import before, merged
 from pages import Table, table_lines
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -118,6 +123,11 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     return table_lines(Table(names, found))
 
 
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells the cell of a row from others. Ways are compared with those of the same run alone."""
+    return row["cell"], row["dtype"], row["new"], sorted(row["seconds"])
+
+
 @torch.no_grad()
 def main() -> None:
     """Print the table, and write the record if asked to."""
@@ -134,7 +144,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    progress, rows = Progress(), []
+    facts = {"layers": args.layers, "threads": args.threads, "rows": []}
+    progress, record = Progress(), {**origin(shlex.join(["python", *sys.argv])), **facts}
+    old = before(args.out, record)
     config = LlamaConfig(**SIZES, num_hidden_layers=args.layers, max_position_embeddings=8192)
     for cell in args.cells:
         progress.show(f"{cell}: tokens")
@@ -150,13 +162,11 @@ def main() -> None:
             progress.show(f"{cell}, {dtype}")
             times = interleaved({name: lambda name=name: timed(name) for name in args.names}, args.rounds)
             facts = {"cell": cell, "dtype": dtype, "requests": len(given), "tokens": sum(map(len, given))}
-            rows.append({**facts, "new": args.new, "seconds": times})
+            record["rows"].append({**facts, "new": args.new, "seconds": times})
+            if args.out is not None:
+                write_whole(args.out, json.dumps(merged(old, record, key_of), indent=1) + "\n")
     progress.clear()
-    print("\n".join(lines_of(rows)))
-    if args.out is not None:
-        facts = {"layers": args.layers, "threads": args.threads}
-        record = {**origin("python benchmarks/serving.py"), **facts, "rows": rows}
-        write_whole(args.out, json.dumps(record, indent=1) + "\n")
+    print("\n".join(lines_of(record["rows"])))
 
 
 if __name__ == "__main__":

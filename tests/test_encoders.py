@@ -105,6 +105,53 @@ def test_a_cell_that_needs_too_much_memory_is_recorded(
     assert "| 150 tokens | float32 | sdpa | out of memory | - | - | - | - |" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
+def test_cells_that_are_measured_apart_end_in_one_record(
+    made: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "record.json"
+    commits = iter(["first", "second", "third", "fourth"])
+    facts = made.facts_of
+    monkeypatch.setattr(made, "facts_of", lambda args: {**facts(args), "commit": next(commits)})
+    words = ["--dtype", "float32", "--documents", "0", "--out", str(out), "--engines"]
+    run(made, monkeypatch, *words, "sdpa", "ringtile", "--tokens", "150", "90")
+    first = json.loads(out.read_text(encoding="utf-8"))
+    run(made, monkeypatch, *words, "sdpa", "ringtile, int8 linears", "--tokens", "90")
+    both = json.loads(out.read_text(encoding="utf-8"))
+    found = [(row["lengths"][0], row["engine"], row["commit"]) for row in both["rows"]]
+    mine = [(90, "sdpa", "second"), (90, "ringtile", "first"), (90, "ringtile, int8 linears", "second")]
+    assert found == [*mine, (150, "sdpa", "first"), (150, "ringtile", "first")]
+    assert [row for row in first["rows"] if row["lengths"] == [150]] == both["rows"][3:]
+    assert both["command"].splitlines()[0] == first["command"]
+    assert len(both["command"].splitlines()) == 2
+    # The record compares others with sdpa, and on another machine all of them would take other times.
+    with pytest.raises(SystemExit, match="expected a run that computes 150 tokens, float32, sdpa first"):
+        run(made, monkeypatch, *words, "ringtile", "--tokens", "150")
+    out.write_text(json.dumps({**both, "threads": 7}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="expected a record with the threads of this run"):
+        run(made, monkeypatch, *words, "sdpa", "--tokens", "150")
+
+
+def test_ways_of_serving_that_are_measured_apart_end_in_one_record() -> None:
+    module = script("serving", "benchmarks")
+
+    def record(commit: str, **times: list[float]) -> dict[str, Any]:
+        row = {"cell": "long", "dtype": "float32", "requests": 16, "tokens": 99, "new": 32, "seconds": times}
+        return {"command": f"python {commit}", "commit": commit, "rows": [row]}
+
+    old = module.merged({**record("a"), "rows": []}, record("a", ringtile=[2.0], sdpa=[4.0]), module.key_of)
+    again = module.merged(old, record("b", sdpa=[3.0], ringtile=[1.0]), module.key_of)
+    assert [(row["commit"], row["seconds"]) for row in again["rows"]] == [("b", {"sdpa": [3.0], "ringtile": [1.0]})]
+    assert again["command"] == "python b"
+    more = module.merged(again, record("c", int8=[6.0]), module.key_of)
+    assert more["command"] == "python b\npython c"
+    assert [line.split(" | ")[3:] for line in module.lines_of(more["rows"])[2:]] == [
+        ["sdpa", "3.0 s", "170.7", "3.00 |"],
+        ["ringtile", "1.0 s", "512.0", "1.00 |"],
+        ["int8", "6.0 s", "85.3", "- |"],
+    ]
+
+
 @pytest.mark.slow
 def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     module = script("encoders", "benchmarks")

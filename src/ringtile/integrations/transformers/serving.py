@@ -71,12 +71,12 @@ def continuous_batching(model: Model, *, cache: Rounding | None = None) -> Itera
             it calls attention without the paged cache.
 
     Example:
-        >>> from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+        >>> from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
         >>> how = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
         >>> with continuous_batching(model):
-        ...     found = model.generate_batch([[5, 6, 7], [8]], generation_config=how)
+        ...     found = model.generate_batch([[5, 6, 7], [8]], how, ContinuousBatchingConfig(num_blocks=8))
         >>> sum(len(each.generated_tokens) for each in found.values())
         4
     """

@@ -184,7 +184,6 @@ def test_every_kind_of_pattern(pattern: Pattern, is_native: bool) -> None:
     if is_native:
         return
     with small_chunks():
-        assert_same(attend(inputs, pattern, grad_lse), expected)
         assert_same(attend(inputs, build_index(pattern, 300, num_heads=4, block=64), grad_lse), expected)
 
 
@@ -256,7 +255,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(problem=calls(), served=st.sampled_from(["pattern", "index"]))
 def test_any_call(is_native: bool, problem: Problem, served: str) -> None:
     inputs, pattern, index, start, options = problem
@@ -601,11 +600,12 @@ def test_what_nobody_keeps_changes_nothing(kind: str, given_options: str, kv_hea
         return attend(Inputs(q, k, v, grad_out), served, grad_lse.masked_fill(rows, value), **options)
 
     index = build_index(pattern, 170, 300, start=options.get("start"), num_heads=4, block=32)
-    for served, value in ((pattern, math.nan), (pattern, -math.inf), (index, math.inf)):
+    for served, values in ((pattern, (math.nan, -math.inf)), (index, (math.inf,))):
         clean = with_value(0.5, served)
         assert all(x.isfinite().all() for x in (clean.out, *clean.grads.values()))
-        with filled_memory():
-            assert_bits(with_value(value, served), clean)
+        for value in values:
+            with filled_memory():
+                assert_bits(with_value(value, served), clean)
         assert not clean.out[rows].any()
         assert (clean.lse[rows] == -math.inf).all()
         assert (clean.lse[~rows] > -math.inf).all()
@@ -733,8 +733,7 @@ def test_two_runs_give_the_same_bits(dtype: torch.dtype, options: dict[str, Any]
 def test_eight_threads_on_one_cache_give_the_bits_of_one() -> None:
     problems = [
         (make_inputs(1, 2, length, dtype=torch.float32), pattern)
-        for length in (150, 300)
-        for pattern in (TILED, Window(70), HOLES, Strided(40))
+        for length, pattern in ((150, TILED), (300, Window(70)), (300, HOLES), (150, Strided(40)))
     ]
     alone = [attend(inputs, pattern) for inputs, pattern in problems]
     clear_cache()

@@ -324,7 +324,7 @@ def test_weights_depend_on_positions_in_the_whole(name: str, layout: str) -> Non
     check_ranks(pattern, LAYOUTS[layout](N_TOKENS, 3), expected, **options)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.data())
 def test_plans_of_all_ranks_fit_together(data: st.DataObject) -> None:
     n_tokens, n_ranks = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5))

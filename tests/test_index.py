@@ -140,7 +140,7 @@ def check_tiles(index: BlockIndex, dense: Tensor, grid: TileGrid) -> None:
         assert torch.equal(stored, expected.flatten())
 
 
-@settings(max_examples=110)
+@settings(max_examples=60)
 @given(st.data())
 def test_index_is_the_element_rule(data: st.DataObject) -> None:
     grid = data.draw(grids())
@@ -168,7 +168,7 @@ def test_index_is_the_element_rule(data: st.DataObject) -> None:
     index.validate()
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(problems(), st.data())
 def test_remapped_tiles_lie_in_a_buffer(problem: tuple[Pattern, TileGrid], data: st.DataObject) -> None:
     pattern, grid = problem
@@ -201,7 +201,7 @@ def test_remapped_tiles_lie_in_a_buffer(problem: tuple[Pattern, TileGrid], data:
             index.remapped(rows, cols[cols != int(needed.int().argmax())])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_chosen_rows_are_those_of_the_whole(data: st.DataObject) -> None:
     drawn = data.draw(grids())
@@ -241,7 +241,7 @@ def test_needed_columns_are_exact_for_windows() -> None:
         needed(Causal(), rows, rows, len(rows), grid, max_bytes=1000)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_an_intersection_needs_no_more_than_either_side(data: st.DataObject) -> None:
     grid = data.draw(grids())
@@ -277,7 +277,7 @@ def test_only_runs_of_remapped_tiles_are_coarsened() -> None:
         index.remapped(runs.flip(0), torch.arange(16)).coarsen(128)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problems(), st.sampled_from([32, 64, 128]))
 def test_coarsening_is_building_with_the_larger_block(problem: tuple[Pattern, TileGrid], block: int) -> None:
     pattern, grid = problem

@@ -150,7 +150,7 @@ def test_runs_that_go_through_segments_of_keys(case: Case, near: bool, monkeypat
 @pytest.mark.parametrize(("heads", "same"), [(1, True), (1, False), (8, True), (16, True)])
 def test_a_key_of_many_queries_rounds_like_pytorch(heads: int, same: bool) -> None:
     """16,384 queries keep it, and terms of one sign are the worst case of a chain of sums."""
-    n_queries, n_keys, width = 16384, 64, 8
+    n_queries, n_keys, width = 16384, 16, 8
     entries = torch.arange(2).expand(1, 1, n_queries, -1).clone()
     if not same:
         entries[..., 1] = torch.randint(1, n_keys, (n_queries,))

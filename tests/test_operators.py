@@ -334,7 +334,7 @@ def compile_whole(function: Callable[..., Any], **options: Any) -> Callable[...,
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
 
 
-LENGTHS = (100, 130, 257, 300, 77, 512, 640, 301, 222, 111, 90, 310)
+LENGTHS = (100, 130, 257, 77, 512, 301)
 
 
 def gradients(attend: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
@@ -382,8 +382,10 @@ def test_one_graph_serves_decoding(graphs: Callable[[], int]) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_compile(options: dict[str, Any], graphs: Callable[[], int]) -> None:
+@pytest.mark.parametrize("name", ["plain", "dropout", "key_mask", "everything"])
+def test_options_compile(name: str, graphs: Callable[[], int]) -> None:
+    options = OPTIONS[name]
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = sparse_attention(q, k, v, MIXED, return_lse=True, **options)
         return out + lse.exp().unsqueeze(-1)
@@ -417,7 +419,7 @@ def test_one_graph_serves_all_patterns_as_indices(graphs: Callable[[], int]) -> 
         BlockDilated([1, 3], 1, block=20),
         Documents([77, 100, 123]),
         Blocks(torch.ones(5, 5, dtype=torch.bool).tril(), block=60),
-        *(Window(width) for width in range(30, 70, 7)),
+        *(Window(width) for width in (30, 44, 65)),
     ]
     for pattern in patterns:
         index = build_index(pattern, 300, block=16)

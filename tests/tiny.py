@@ -211,7 +211,7 @@ SPARSE: dict[str, Callable[[], tuple[type, Any]]] = {
         hf.DeepseekV4ForCausalLM,
         hf.DeepseekV4Config(
             **(_SPARSE | dict(num_key_value_heads=1, num_hidden_layers=2, mlp_layer_types=["moe"] * 2, index_topk=4)),
-            **dict(head_dim=16, o_lora_rank=16, o_groups=2, sliding_window=10, hc_mult=2),
+            **dict(head_dim=16, o_lora_rank=16, o_groups=2, sliding_window=10, hc_mult=2, hc_sinkhorn_iters=3),
             compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
             layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
         ),

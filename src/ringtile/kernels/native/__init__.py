@@ -29,7 +29,7 @@ from ringtile.kernels.native.library import BackwardPhase, CallStructure, Forwar
 from ringtile.kernels.native.masses import compute as compute_masses
 from ringtile.kernels.native.masses import supports as supports_masses
 from ringtile.kernels.native.precision import arithmetic_of
-from ringtile.kernels.native.steps import Step
+from ringtile.kernels.native.steps import step as compute_step
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KernelTime, listeners, span
 
@@ -438,6 +438,5 @@ def step(
     query: Tensor, key: Tensor, value: Tensor, keep: Tensor, block: int, key_mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """Return the attention of the last query over the tiles that ``keep`` names, bool ``[B, H, 1, C]``."""
-    found = Step(query, key, value, keep, block)
-    threads = threads_of(2.0 * found.kept * block * (key.shape[3] + value.shape[3]))
-    return found.attend(key_mask, query.shape[3] ** -0.5 if scale is None else scale, threads)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    return compute_step(query, key, value, keep, block, key_mask, scale, threads_of)

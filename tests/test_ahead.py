@@ -31,9 +31,9 @@ def test_batches_are_planned_while_the_one_before_runs(transport: Any, monkeypat
     made: list[tuple[int, threading.Thread]] = []
 
     def counted(make: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def counting(*arguments: Any) -> Any:
+        def counting(*arguments: Any, **sizes: int) -> Any:
             made.append((arguments[place], threading.current_thread()))
-            return make(*arguments)
+            return make(*arguments, **sizes)
 
         return counting
 

@@ -215,7 +215,8 @@ def _prepared(
     facts: dict[str, str | float] = {"pattern": text, "transport": transport, "plan": ""}
     plan: RingPlan | Relays | HeadPlan | None = None
     if mode.is_planned:
-        plan = plan_of(mode, None if lists else pattern, layout, every.rank(), heads, batch, groups[2].size())
+        sizes, planned = {"num_heads": heads, "batch": batch}, None if lists else pattern
+        plan = plan_of(mode, planned, layout, every.rank(), groups[2].size(), **sizes)
         if isinstance(plan, RingPlan):
             facts["transport"] = "gather" if plan.is_gathered else "exchange"
         facts["plan"] = plan.fingerprint

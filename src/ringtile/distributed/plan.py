@@ -200,36 +200,28 @@ def make_plan(
         raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
     if type(rank) is not int or not 0 <= rank < layout.n_ranks:
         raise ValueError(f"rank: expected an integer from 0 to {layout.n_ranks - 1}, got {rank!r}")
-    return _make_plan(pattern, layout, rank, num_heads, batch, block, gather, max_bytes)
+    return _make_plan(pattern, layout, rank, block, gather, num_heads=num_heads, batch=batch, max_bytes=max_bytes)
 
 
 # Cache. Key: the pattern by its content, the layout, the rank and the sizes. Bound: 64 plans, the last that were used.
 # Owner: this module.
 @lru_cache(64)
 def _make_plan(
-    pattern: Pattern | None,
-    layout: Layout,
-    rank: int,
-    num_heads: int,
-    batch: int,
-    block: int,
-    gather: bool | None,
-    max_bytes: int,
+    pattern: Pattern | None, layout: Layout, rank: int, block: int, gather: bool | None, **sizes: int
 ) -> RingPlan:
     grid = TileGrid(block, 0, layout.n_tokens, layout.n_tokens)
     rule = Dense() if pattern is None else pattern
     rule.validate(grid)
-    heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-    demand = demand_of(None, layout, grid) if gather else find_demand(rule, layout, grid, **heads)
+    demand = demand_of(None, layout, grid) if gather else find_demand(rule, layout, grid, **sizes)
     if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):
         demand = demand_of(None, layout, grid)
     needs, holds, is_hot, most_sent, is_mixed = demand
     if pattern is None:
         pieces, cols = list[Piece](), [needs[rank], torch.zeros_like(is_hot)]
     elif is_cut(layout, rank, block):
-        pieces, cols = _cut_pieces(pattern, layout, rank, needs[rank], block=block, **heads)
+        pieces, cols = _cut_pieces(pattern, layout, rank, needs[rank], block=block, **sizes)
     else:
-        index = build_rows(pattern, holds[rank].nonzero().flatten(), layout.n_tokens, block=block, **heads)
+        index = build_rows(pattern, holds[rank].nonzero().flatten(), layout.n_tokens, block=block, **sizes)
         pieces, cols = _pieces(index, needs[rank], is_hot)
     places = [with_starts(held) for held in layout.runs]
     buffer = [intervals(part, grid) for part in cols]

@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -86,17 +86,11 @@ class Relays:
 
 def make_relays(plan: RingPlan, per_node: int) -> Relays:
     """Return the two stages of a plan's rank, with ``per_node`` ranks per node. The plan keeps them."""
-    layout = plan.layout
+    layout, found = plan.layout, cast(dict[int, Relays], plan.relays)
     if per_node < 1 or layout.n_ranks % per_node:
         raise ValueError(f"per_node: expected a divisor of {layout.n_ranks} ranks, got {per_node}")
-    found = plan.relays.get(per_node)
-    if found is None:
-        found = plan.relays[per_node] = _make_relays(plan, per_node)
-    return found
-
-
-def _make_relays(plan: RingPlan, per_node: int) -> Relays:
-    layout = plan.layout
+    if per_node in found:
+        return found[per_node]
     n_nodes, (node, number) = layout.n_ranks // per_node, divmod(plan.rank, per_node)
     grid = TileGrid(plan.block, 0, layout.n_tokens, layout.n_tokens)
     # [P, C] becomes [node, number, C]. For example, if ranks 4 and 6 of nodes of 4 need tile 2, it crosses to node 1.
@@ -120,7 +114,8 @@ def _make_relays(plan: RingPlan, per_node: int) -> Relays:
         arriving.append(((at, at + n_tokens),) if n_tokens else ())
         at += n_tokens
     counts = count_levels(layout, plan.needs, plan.is_hot, plan.block, per_node)
-    return Relays(plan, per_node, tuple(crossing), tuple(arriving), tuple(map(tuple, handed)), counts)
+    found[per_node] = Relays(plan, per_node, tuple(crossing), tuple(arriving), tuple(map(tuple, handed)), counts)
+    return found[per_node]
 
 
 def count_levels(layout: Layout, needs: Tensor, is_hot: Tensor, block: int, per_node: int) -> StageCounts:

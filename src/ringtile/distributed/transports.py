@@ -79,17 +79,11 @@ def _reasons_against_ring(pattern: Pattern, call: Call) -> list[str]:
 
 
 def plan_of(
-    mode: Mode,
-    pattern: Pattern | None,
-    layout: Layout,
-    rank: int,
-    num_heads: int,
-    batch: int,
-    ranks_per_node: int | None,
+    mode: Mode, pattern: Pattern | None, layout: Layout, rank: int, ranks_per_node: int | None, **sizes: int
 ) -> RingPlan | Relays:
     """Return the plan of a mode that is planned, from its cache if it was made before. None is for lists."""
     # A hierarchy moves the tokens of the same plan, on other paths.
-    plan = make_plan(pattern, layout, rank, num_heads=num_heads, batch=batch, gather=mode.gather)
+    plan = make_plan(pattern, layout, rank, gather=mode.gather, **sizes)
     if 1 in mode.dims:
         return plan
     if ranks_per_node is None:
@@ -156,7 +150,7 @@ def prepare(
         raise ValueError(f"transport: expected auto, exchange, gather or hierarchy, got {transport!r}")
     if mode.gather is None and fits_ring(pattern) and layout.n_ranks > 1:
         return
-    plan = plan_of(mode, pattern, layout, rank, num_heads, batch, ranks_per_node)
+    plan = plan_of(mode, pattern, layout, rank, ranks_per_node, num_heads=num_heads, batch=batch)
     # The comparison needs it, and it takes as long as the plan.
     assert plan.fingerprint
 

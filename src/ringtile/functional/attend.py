@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from ringtile.functional.attention import sparse_attention
+from ringtile.functional.attention import as_pattern, sparse_attention
 from ringtile.functional.cache import LayerCache
 from ringtile.patterns import Causal, Dense, Pattern
 
@@ -44,6 +44,16 @@ class KeepsRules(Protocol):
 
     def rules(self, pattern: Pattern | None, is_causal: bool, /) -> tuple[Pattern, ...]:
         """Return patterns over positions. A pair counts once per pattern that keeps it."""
+
+
+def checked_rule(pattern: Any, attend: Attend, num_heads: int) -> Pattern | None:
+    """Return the pattern of a module, None for all pairs. Raise ValueError if it or the function is not for it."""
+    rule = None if pattern is None else as_pattern(pattern)
+    if rule is not None and rule.num_heads not in (None, num_heads):
+        raise ValueError(f"pattern: {rule!r} is defined for {rule.num_heads} heads, got {num_heads=}")
+    if not callable(attend):
+        raise ValueError(f"attend: expected a function of query, key and value, got {attend!r}")
+    return rule
 
 
 def rules_of(attend: Attend, pattern: Pattern | None, is_causal: bool) -> tuple[Pattern, ...]:

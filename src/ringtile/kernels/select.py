@@ -94,10 +94,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 
 def select_biased(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
-    """Return the backend of a call with a bias: the one it names, or the first without a reason against it.
-
-    Raises ValueError with all reasons if the named backend does not support the call.
-    """
+    """Return the backend of a call with a bias: the one it names, or the first without a reason against it."""
     for name in (call.backend,) if call.backend else BIASED:
         reasons = _BACKENDS[name].unsupported(q, k, v, call) if name in BIASED else ["does not support bias"]
         if not torch.compiler.is_compiling():

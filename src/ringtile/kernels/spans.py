@@ -40,9 +40,5 @@ def kernel_times() -> Iterator[list[KernelTime]]:
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Return a span with this name if a profiler is active.
-
-    >>> with span("ringtile::index"):
-    ...     pass
-    """
+    """Return a span with this name if a profiler is active."""
     return record_function(name) if torch._C._autograd._profiler_enabled() else _NOTHING

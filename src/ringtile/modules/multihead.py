@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
-from ringtile.functional.attend import Attend
-from ringtile.functional.attention import as_pattern
+from ringtile.functional.attend import Attend, checked_rule
 from ringtile.index import build_index
 from ringtile.modules.masks import AttnMask, read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import tile_weights
@@ -112,7 +111,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             if width is not None and width < 1:
                 raise ValueError(f"{name}: expected a positive width or None, got {name}={width}")
         # Before the parameters exist: a refused pattern must not draw from the generator.
-        rule = _checked_rule(pattern, attend, num_heads)
+        rule = checked_rule(pattern, attend, num_heads)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -391,15 +390,6 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         return out, tile_weights(q, k, lse, index, **options)
 
 
-def _checked_rule(pattern: Pattern | BlockMask | Tensor | None, attend: Attend, num_heads: int) -> Pattern | None:
-    rule = None if pattern is None else as_pattern(pattern)
-    if rule is not None and rule.num_heads not in (None, num_heads):
-        raise ValueError(f"pattern: {rule!r} is defined for {rule.num_heads} heads, got {num_heads=}")
-    if not callable(attend):
-        raise ValueError(f"attend: expected a function of query, key and value, got {attend!r}")
-    return rule
-
-
 def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> None:
     if mask is None:
         return
@@ -442,7 +432,7 @@ def replace_attention(
             f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one{advice}"
         )
     # All are checked before one is changed, so an error leaves the model as it was.
-    rules = [_checked_rule(pattern, attend, module.num_heads) for module in found]
+    rules = [checked_rule(pattern, attend, module.num_heads) for module in found]
     for module, rule in zip(found, rules, strict=True):
         # The class changes in place: another module would lose hooks, and places that share this one.
         module.__class__ = SparseMultiheadAttention

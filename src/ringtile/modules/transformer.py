@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
-from ringtile.functional.attend import Attend, cache_of, holds_state, rules_of
-from ringtile.functional.attention import as_pattern
+from ringtile.functional.attend import Attend, cache_of, checked_rule, holds_state, rules_of
 from ringtile.functional.cache import LayerCache
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.recompute import recomputed
@@ -94,13 +93,10 @@ class SparseTransformerLayer(nn.Module):
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout: expected a probability below 1, got {dropout!r}")
-        rule = None if pattern is None else as_pattern(pattern)
-        if rule is not None and rule.num_heads not in (None, num_heads):
-            raise ValueError(f"pattern: it is defined for {rule.num_heads} heads, got {num_heads=}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.dropout, self.rotary, self.qk_norm, self.is_causal = dropout, rotary, qk_norm, is_causal
-        self.pattern, self.attend = rule, attend
+        self.pattern, self.attend = checked_rule(pattern, attend, num_heads), attend
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)

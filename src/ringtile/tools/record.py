@@ -73,10 +73,7 @@ class Record:
 
 @contextmanager
 def fields_of(text: str, command: str) -> Iterator[dict[str, Any]]:
-    """Give the fields of a command's JSON whose format is known.
-
-    Raises ValueError if the text is something else, or if the block misses fields or finds others.
-    """
+    """Give the fields of a command's JSON. Raises ValueError if it is something else, or if the block misses fields."""
     what = f"expected a JSON record of {command}"
     try:
         found = json.loads(text)
@@ -92,10 +89,7 @@ def fields_of(text: str, command: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Give a path to write, which takes the place of ``path`` in the end.
-
-    A reader, or an interruption, finds all of the old or all of the new file.
-    """
+    """Give a path to write, which replaces ``path`` in the end: a reader finds all of the old file or of the new."""
     # A rename replaces a file at once, but only within one file system, so the draft lies beside it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -68,20 +68,19 @@ class Entrant:
         return self.peer if self.pattern is None else f"{self.peer}, --pattern"
 
 
+@dataclass
 class Study:
     """Measures a model with its own mask, and with ``pattern`` if there is one."""
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        pattern: Pattern | None,
-        dtype: torch.dtype,
-        peers: Sequence[str],
-        passes: Sequence[str],
-        rounds: int,
-    ) -> None:
-        self.loaded, self.pattern, self.dtype, self.passes, self.rounds = loaded, pattern, dtype, passes, rounds
-        self.model = loaded.model
+    loaded: Loaded
+    pattern: Pattern | None
+    dtype: torch.dtype
+    peers: Sequence[str]
+    passes: Sequence[str]
+    rounds: int
+
+    def __post_init__(self) -> None:
+        self.model = self.loaded.model
         config = attention_config(self.model)
         self.is_causal = check.is_causal(self.model)
         self.vocab_size: int = config.vocab_size if self.is_causal else 1
@@ -89,14 +88,14 @@ class Study:
         self.layers: int = config.num_hidden_layers
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.title = (
-            f"{loaded.name}: {type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters, "
+            f"{self.loaded.name}: {type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters, "
             f"{self.layers} layers, {self.heads} heads"
         )
         # Eager attention has scores of all pairs, so long texts are checked by their beginning.
-        self.checked_tokens = check.tokens_for_eager(loaded.ids.shape[1], self.heads)
-        self.entrants = [Entrant(peer) for peer in peers] + [Entrant(RINGTILE)]
-        if pattern is not None:
-            self.entrants.append(Entrant(RINGTILE, repr(pattern)))
+        self.checked_tokens = check.tokens_for_eager(self.loaded.ids.shape[1], self.heads)
+        self.entrants = [Entrant(peer) for peer in self.peers] + [Entrant(RINGTILE)]
+        if self.pattern is not None:
+            self.entrants.append(Entrant(RINGTILE, repr(self.pattern)))
 
     @property
     def ours(self) -> list[Entrant]:

@@ -4,7 +4,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -261,8 +260,11 @@ class Sum(Scores):
         return f"Sum({', '.join(map(repr, self.parts))}{weights})"
 
     def __call__(self, view: View) -> Tensor:
-        found = (part(view) * weight for part, weight in zip(self.parts, self.weights, strict=True))
-        return reduce(torch.add, found) / sum(self.weights)
+        weights = [weight / sum(self.weights) for weight in self.weights]
+        found = self.parts[0](view) * weights[0]
+        for part, weight in zip(self.parts[1:], weights[1:], strict=True):
+            found.add_(part(view), alpha=weight)
+        return found
 
 
 @dataclass(frozen=True)

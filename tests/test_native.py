@@ -738,6 +738,20 @@ def test_a_nan_that_is_kept_shows(bits: int) -> None:
     assert not rows[0, 0].any()
 
 
+@pytest.mark.parametrize("hidden", [70, 71], ids=["even", "odd"])
+def test_a_hidden_value_reaches_no_row(hidden: int) -> None:
+    """The values of two keys can lie in one register. The width is no multiple of a vector's."""
+    q, k, v, _ = make_inputs(1, 2, 150, head_dim=24, dtype=torch.bfloat16)
+    mask = torch.ones(1, 150, dtype=torch.bool)
+    mask[0, hidden] = False
+    v[:, :, hidden] = 0
+    expected = sparse_attention(q, k, v, Causal(), key_mask=mask, backend="native")
+    v[:, :, hidden] = math.nan
+    found = sparse_attention(q, k, v, Causal(), key_mask=mask, backend="native")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert not found.isnan().any()
+
+
 def far_apart(x: Tensor, dim: int, file: Path) -> Tensor:
     """The same numbers, more than 2^31 elements apart along a dimension, in a file that is holes between them."""
     step = 2**31 + 5

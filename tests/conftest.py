@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -72,6 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """Those that collect garbage, transformers in each batch among them, need not look at all that lives by now."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -163,17 +163,18 @@ def sdpa_low_precision_error(
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     scale: float | None = None,
+    expected: Oracle | None = None,
 ) -> SdpaError:
     """The error of `F.scaled_dot_product_attention` in the dtype of ``q`` with the same pairs as a bool mask.
 
     It is measured against float64 on the same inputs, over rows that keep something, for the output and each gradient:
-    the yardstick for what a kernel in this dtype may lose.
+    the yardstick for what a kernel in this dtype may lose. ``expected`` has the results in float64, if they are known.
     """
     masks: dict[str, Any] = {"start": start, "key_mask": key_mask, "key_lengths": key_lengths}
     kept = kept_pairs(pattern, q, k, **masks)
     some = kept.any(-1, keepdim=True)
     grad_out = torch.where(some, grad_out, 0)
-    expected = oracle(q, k, v, pattern, grad_out=grad_out, scale=scale, **masks)
+    expected = expected or oracle(q, k, v, pattern, grad_out=grad_out, scale=scale, **masks)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     with _Operators() as operators:
         out = F.scaled_dot_product_attention(*leaves, attn_mask=kept, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

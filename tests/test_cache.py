@@ -114,7 +114,7 @@ def test_the_reach_of_known_patterns(pattern: Pattern, reach: Reach) -> None:
         assert cache.capacity == (reach.first + reach.left + 1 if cache.bounded else None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_no_pattern_keeps_what_is_out_of_its_reach(data: st.DataObject) -> None:
     grid = TileGrid(16, 0, 150, 150)
@@ -143,7 +143,7 @@ def test_any_chunks_equal_one_call(name: str, sizes: tuple[int, ...]) -> None:
     assert cache.length == n_tokens
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_random_patterns_in_random_chunks(data: st.DataObject) -> None:
     grid = TileGrid(16, 0, 90, 90)

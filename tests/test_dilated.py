@@ -151,7 +151,7 @@ def test_the_definition(case: str) -> None:
     assert compare(inputs, *BRANCHES[branches], overlap=overlap, is_causal=is_causal == "True") < 1e-12
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_problem(data: st.DataObject) -> None:
     draw, few = data.draw, st.integers(1, 3)

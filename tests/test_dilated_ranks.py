@@ -176,7 +176,7 @@ def kept_by(shape: Shape, n_tokens: int, head: int) -> Tensor:
     return kept & (key <= query) if shape.is_trimmed else kept
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_ranks_get_each_token_that_they_need_once_and_no_other(data: st.DataObject) -> None:
     n_tokens, n_ranks = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 5))

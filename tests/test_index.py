@@ -824,9 +824,11 @@ def test_drawing_shows_tiles() -> None:
     assert build_index(Dense(), 640, 512).draw(width=2) == "██\n██"
 
 
-@pytest.mark.parametrize("n_queries", LENGTHS)
-def test_causal_counts_have_a_closed_form(n_queries: int) -> None:
-    for n_keys in LENGTHS:
+@pytest.mark.parametrize("row", range(len(LENGTHS)))
+def test_causal_counts_have_a_closed_form(row: int) -> None:
+    n_queries = LENGTHS[row]
+    # Its own length is among them.
+    for n_keys in LENGTHS[row % 3 :: 3]:
         for start in (-40, 0, 5, n_keys - n_queries):
             index = build_index(Causal(), n_queries, n_keys, start=start, block=16)
             assert index.kept_pairs == index.allowed_pairs

@@ -86,7 +86,7 @@ def call_of(served: Pattern | BlockIndex, n_queries: int, n_keys: int, backend: 
 
 @pytest.mark.parametrize(
     ("form", "options"),
-    [("text", "plain"), ("text", "everything"), ("index", "everything"), ("dense", "plain")],
+    [("text", "plain"), ("index", "everything"), ("dense", "plain")],
 )
 def test_opcheck(form: str, options: str) -> None:
     q, k, v, out_grad = make_inputs(2, 4, 70, 70, 8, kv_heads=2, value_dim=5)
@@ -118,9 +118,9 @@ def leaves_of(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_derivatives_of_both_orders(kv_heads: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "kv_heads"), [(name, (4, 2)[number % 2]) for number, name in enumerate(OPTIONS)])
+def test_derivatives_of_both_orders(name: str, kv_heads: int) -> None:
+    options = OPTIONS[name]
     q, k, v, _ = make_inputs(2, 4, 5, 9, 2, kv_heads=kv_heads, value_dim=3)
     if "key_mask" in options:
         options = options | {"key_mask": torch.arange(9).expand(2, 9) % torch.tensor([[3], [400]]) == 0}
@@ -343,7 +343,7 @@ def gradients(attend: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tenso
 
 
 @compiles
-@pytest.mark.parametrize("pattern", [PATTERN, Causal(), HOLES, MIXED], ids=repr)
+@pytest.mark.parametrize("pattern", [PATTERN, Causal(), MIXED], ids=repr)
 def test_one_graph_serves_all_lengths(pattern: Pattern, graphs: Callable[[], int]) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sparse_attention(q * 1.5, k, v, pattern) + 1

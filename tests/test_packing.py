@@ -226,7 +226,7 @@ def test_packing_ends_with_the_switch() -> None:
 
 
 def test_a_compiled_model_packs_outside_graphs() -> None:
-    first, second = both("modernbert")
+    first, second = both("gemma3_text")
     compiled = torch.compile(copy.deepcopy(second), backend="eager")
     for kind in ("right", "left", "right"):
         real = padding(kind)

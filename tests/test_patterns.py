@@ -397,14 +397,14 @@ def test_tiles_of_every_size(name: str) -> None:
         check_tiles(EVERY_SIZE[name](size), TileGrid(16, 7, 70, 80), 1)
 
 
-@settings(max_examples=240)
+@settings(max_examples=120)
 @given(st.data(), st.booleans(), st.integers(0, 4))
 def test_tiles_of_compositions(data: st.DataObject, composed: bool, head: int) -> None:
     grid = data.draw(grids(blocks=BLOCKS if composed else (*BLOCKS, 256)))
     check_tiles(data.draw(patterns(grid, data.draw(st.integers(3, 6)) if composed else 0)), grid, head)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.data())
 def test_tiles_of_per_head_and_batched_patterns(data: st.DataObject) -> None:
     grid = data.draw(grids())

@@ -60,12 +60,18 @@ def generated(
     return outs, cache
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize(
-    ("name", "masked"), [("contiguous", True), ("zigzag", False), ("an empty rank", False)], ids=LAYOUTS
+    ("name", "kind"),
+    [
+        (name, kind)
+        for row, kind in enumerate(PATTERNS)
+        for column, name in enumerate(LAYOUTS)
+        if (row + column) % 3 < 2
+    ],
 )
-def test_ranks_compute_what_one_cache_computes(pattern: Pattern, name: str, masked: bool) -> None:
-    layout = LAYOUTS[name]
+def test_ranks_compute_what_one_cache_computes(name: str, kind: str) -> None:
+    """Every pattern in two layouts, with a mask in one of them."""
+    layout, pattern, masked = LAYOUTS[name], PATTERNS[kind], name == "contiguous"
     tensors = make_inputs(2, 4, PROMPT + sum(STEPS), kv_heads=2, value_dim=8)[:3]
     key_mask = torch.rand(2, PROMPT + sum(STEPS)) > 0.3 if masked else None
     if key_mask is not None:

@@ -186,7 +186,7 @@ def test_an_encoder_and_a_decoder_of_gemma(name: str) -> None:
     tokens = torch.randint(3, 90, (3, 33))
     assert_equal_models(first, second, mask.new_ones(3, 33), decoder_input_ids=tokens, **inputs)
     for how in ({}, {"num_beams": 2}):
-        steps = {"max_new_tokens": 30, "do_sample": False, **how}
+        steps = {"max_new_tokens": 24, "do_sample": False, **how}
         assert torch.equal(*(model.generate(**inputs, **steps) for model in (first, second)))
     future = torch.cat([tokens[:, :20], tokens[:, 20:] * 5 % 90], 1)
     with torch.no_grad():
@@ -210,7 +210,7 @@ SLIDING = ["Mistral", "Gemma3"]
 def test_generated_tokens(name: str, cache: str) -> None:
     first, second = both(name)
     tokens = torch.randint(3, 97, (3, 30))
-    options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": cache}
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
     mask = padding("left", tokens=30)
     mask[1, 29] = True
     for inputs in ({"attention_mask": torch.ones_like(tokens)}, {"attention_mask": mask.long()}):
@@ -243,7 +243,7 @@ def test_layers_that_share_keys_drop_queries_and_keep_their_places(kind: str) ->
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_layers_that_share_keys_generate_the_tokens_of_eager(cache: str) -> None:
     tokens, mask = torch.randint(3, 97, (3, 40)), padding("left", tokens=40)
-    options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     first, second = (model.generate(tokens, attention_mask=mask.long(), **options) for model in both("Gemma 4"))
     assert torch.equal(first, second)
 
@@ -428,9 +428,9 @@ def test_a_sparse_model_generates_what_it_computes_without_a_cache(pattern: Patt
     _, model = eager_and_sparse(name, pattern)
     tokens, mask = torch.randint(3, 97, (3, 40)), padding("left", tokens=40)
     found = model.generate(
-        tokens, attention_mask=mask.long(), max_new_tokens=24, do_sample=False, cache_implementation=cache
+        tokens, attention_mask=mask.long(), max_new_tokens=12, do_sample=False, cache_implementation=cache
     )
-    whole = model(found, attention_mask=F.pad(mask.long(), (0, 24), value=1)).logits
+    whole = model(found, attention_mask=F.pad(mask.long(), (0, 12), value=1)).logits
     assert torch.equal(whole[:, 39:-1].argmax(-1), found[:, 40:])
 
 
@@ -450,9 +450,9 @@ def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, 
             builds.append(cache_info().misses)
             return torch.zeros(3, dtype=torch.bool)
 
-    options = {"max_new_tokens": 65, "do_sample": False, "cache_implementation": cache}
+    options = {"max_new_tokens": 30, "do_sample": False, "cache_implementation": cache}
     model.generate(tokens, attention_mask=mask.long(), stopping_criteria=[Count()], **options)
-    assert len(builds) == 65
+    assert len(builds) == 30
     # The second call finds the indices of the first, which serve 128 tokens each and kind of layer.
     assert builds[-1] - builds[0] <= 2
 
@@ -481,7 +481,7 @@ def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: 
     [("Mistral", None, True), ("BERT", GlobalTokens(2) | Window(9), False)],
 )
 def test_an_exported_model(pattern: Pattern | None, name: str, strict: bool) -> None:
-    model = eager_and_sparse(name, pattern)[1]
+    model = use_ringtile(model_of(*config_of(name, num_hidden_layers=1), "eager"), pattern)
     options = {"use_cache": False} if name == "Mistral" else {}
     size = torch.export.Dim("size", min=33, max=512)
     shapes = {"input_ids": {1: size}, "attention_mask": {1: size}, **dict.fromkeys(options)}
@@ -544,7 +544,7 @@ def test_a_compiled_step_serves_all_tokens() -> None:
     model = model_of(*MODELS["Gemma3"](), "ringtile")
     tokens, mask = torch.randint(3, 97, (3, 30)), padding("left", tokens=30)
     mask[1, 29] = True
-    options = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    options = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
     expected = model.generate(tokens, attention_mask=mask.long(), **options)
     counter = graph_counter()
     torch._dynamo.reset()

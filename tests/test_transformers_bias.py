@@ -33,6 +33,7 @@ TOKENS = 61
 T5_FAMILY = ["T5", "mT5", "UMT5", "LongT5", "Switch", "Pop2Piano"]
 SPEECH = ["w2v-BERT", "w2v-BERT, relative", "SeamlessM4T", "SeamlessM4T v2", "Parakeet"]
 SPEECH += ["Granite Speech 5", "Granite Speech", "Granite Speech Plus"]
+WITHOUT_A_MASK = ("Granite Speech", "Granite Speech Plus")
 WAVES = ["wav2vec2-conformer", "WavLM"]
 DECODERS = ["BLOOM", "MPT"]
 
@@ -80,7 +81,7 @@ def inputs_of(name: str, kind: str, dtype: torch.dtype = torch.float64) -> tuple
         )
     if name in SPEECH:
         frames = torch.randn(3, 4 * TOKENS, 16, dtype=dtype, generator=generator)
-        if name in ("Granite Speech", "Granite Speech Plus"):
+        if name in WITHOUT_A_MASK:
             return {"hidden_states": frames}, mask.new_ones(3, 4 * TOKENS)
         # They count the samples that are real, and take as many from the left.
         of_left = name in ("Parakeet", "SeamlessM4T v2") and masks
@@ -93,8 +94,10 @@ def inputs_of(name: str, kind: str, dtype: torch.dtype = torch.float64) -> tuple
     return {"input_ids": ids, **masks}, mask
 
 
-@pytest.mark.parametrize("kind", ["no", "left", "right"])
-@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in BIASED for kind in ("no", "left", "right")[: 1 if name in WITHOUT_A_MASK else 3]],
+)
 def test_a_model_computes_what_it_does_with_eager(name: str, kind: str) -> None:
     inputs, real = inputs_of(name, kind)
     with Doubled():
@@ -122,9 +125,11 @@ def test_windows_of_pictures_are_those_of_eager(name: str) -> None:
     assert of_table
     assert all(weight.grad.abs().max() > 0 for weight in of_table if weight.grad is not None)
     if name == "Swin":
-        compiled = torch.compile(copy.deepcopy(both(name)[1]), backend="eager")
+        # One layer of windows, and one that shifts them.
+        model = built(name, depths=[2], num_heads=[2], num_layers=1, hidden_size=16)
+        compiled = torch.compile(use_ringtile(copy.deepcopy(model)), backend="eager")
         with torch.no_grad():
-            torch.testing.assert_close(compiled(**inputs)[0], both(name)[0](**inputs)[0], rtol=0, atol=1e-6)
+            torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*BIASED, *WINDOWED])
@@ -145,7 +150,7 @@ def test_float32_is_as_close_as_eager(name: str) -> None:
 def test_generation_is_that_of_eager(name: str, how: dict[str, Any]) -> None:
     inputs, _ = inputs_of(name, "left")
     prompt = {field: inputs[field] for field in ("input_ids", "attention_mask")}
-    steps = {"max_new_tokens": 12, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    steps = {"max_new_tokens": 8, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     with torch.no_grad():
         first, second = (copy.deepcopy(model).float().generate(**prompt, **steps, **how) for model in both(name))
     assert torch.equal(first.sequences, second.sequences)
@@ -205,26 +210,26 @@ LONG |= {name: {"max_position_embeddings": 600} for name in BIASED if name.start
 def test_no_tensor_has_all_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Products with vectors of distances are computed in pieces of so many bytes.
     monkeypatch.setattr("ringtile.kernels.bias._BYTES", 1 << 20)
-    n, most = 600, {}
-    ids = torch.randint(3, 97, (1, n))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(500, n), 0)}
-    if name in T5_FAMILY:
-        inputs["decoder_input_ids"] = ids
-    elif name in WAVES:
-        inputs = {"input_values": torch.randn(1, 4 * n + 6)}
-    elif name in SPEECH:
-        frames = torch.randn(1, n * (4 if name == "Parakeet" else 1), 16)
-        real = torch.ones(frames.shape[:2]).long()
-        real[:, -n // 4 :] = 0
-        inputs = {"input_features": frames, "attention_mask": real}
-    for how in ("ringtile", "eager"):
+    # Of eager attention, it is enough to see that such a tensor is found.
+    for how, n in (("ringtile", 600), ("eager", 300)):
+        ids = torch.randint(3, 97, (1, n))
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(n - 100, n), 0)}
+        if name in T5_FAMILY:
+            inputs["decoder_input_ids"] = ids
+        elif name in WAVES:
+            inputs = {"input_values": torch.randn(1, 4 * n + 6)}
+        elif name in SPEECH:
+            frames = torch.randn(1, n * (4 if name == "Parakeet" else 1), 16)
+            real = torch.ones(frames.shape[:2]).long()
+            real[:, -n // 4 :] = 0
+            inputs = {"input_features": frames, "attention_mask": real}
         model = built(name, torch.float32, **LONG.get(name, {}))
         model = use_ringtile(model) if how == "ringtile" else model
-        with Largest() as largest:
-            model(**inputs)[0].sum().backward()
-        most[how] = largest.most
-    assert most["ringtile"] < n * n
-    assert most["eager"] >= 4 * n * n
+        with torch.set_grad_enabled(how == "ringtile"), Largest() as largest:
+            out = model(**inputs)[0]
+            if how == "ringtile":
+                out.sum().backward()
+        assert largest.most < n * n if how == "ringtile" else largest.most >= 4 * n * n
 
 
 def test_packed_rows_of_t5() -> None:
@@ -315,9 +320,7 @@ def test_a_model_is_one_graph(name: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in [*BIASED, *WINDOWED] if name not in ("Granite Speech", "Granite Speech Plus")]
-)
+@pytest.mark.parametrize("name", [name for name in [*BIASED, *WINDOWED] if name not in WITHOUT_A_MASK])
 def test_weights_and_other_functions_are_refused(name: str) -> None:
     inputs, _ = inputs_of(name, "no")
     model = both(name)[1]

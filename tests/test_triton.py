@@ -267,7 +267,7 @@ def test_a_switch_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("target", "head_dim", "dtype"),
     [
-        ("sm_80", 64, torch.float32),
+        ("sm_80", 16, torch.float32),
         ("gfx942", 128, torch.bfloat16),
         *(
             pytest.param(*values, marks=pytest.mark.slow)

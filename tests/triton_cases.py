@@ -106,8 +106,8 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 def budget_of(pattern: Pattern, x: Inputs, **options: Any) -> float:
     """The largest error over what torch's own attention in the same dtype may have, against float64."""
-    theirs = sdpa_low_precision_error(*x[:3], pattern, x.grad_out)
     expected = oracle(*x[:3], pattern, grad_out=x.grad_out)
+    theirs = sdpa_low_precision_error(*x[:3], pattern, x.grad_out, expected=expected)
     index = build_index(pattern, x.q.shape[2], x.k.shape[2], num_heads=x.q.shape[1], block=64, device=DEVICE)
     out, _, grads = run(on(x, DEVICE), index, **options)
     budget = SDPA_BUDGET[x.q.dtype]

@@ -26,6 +26,7 @@ struct KeyList {
     int shift;
     int64_t first, last;
 
+    KeyList(const int32_t *entries, int shift, int64_t first) : entries(entries), shift(shift), first(first), last(first) {}
     KeyList(const ringtile_call &c, const int32_t *entries, int64_t length, int64_t low, int64_t high)
         : entries(entries), shift(__builtin_ctz((unsigned)c.block)), first(), last() {
         const int64_t block = c.block;
@@ -47,13 +48,14 @@ struct ListItem {
     bool direct;                          // dims are in the lanes
     const int32_t *entries;
     const uint16_t *bits;
-    int64_t length, low[MAX_RUN], high[MAX_RUN], lowest, highest;
+    int64_t length, lowest, highest, next, low[MAX_RUN], high[MAX_RUN];  // next: the first place of the next segment
     bool empty[MAX_RUN];
+    Ahead keys, values;  // of the next segment
     // Where the backward pass leaves the weights [place][row of all heads], and the gradients of scores.
     float *weights, *slopes;
 
     ListItem(const ringtile_call &c, int64_t b, int64_t kv, int64_t part, int64_t first_run, int64_t run, int one)
-        : b(b), kv(kv), bits(), length(c.lists.list_length), lowest(c.n_keys), highest(0) {
+        : b(b), kv(kv), bits(), length(c.lists.list_length), lowest(c.n_keys), highest(0), next(), keys(), values() {
         const auto &lists = c.lists;
         const int64_t ratio = c.heads / c.kv_heads, group = kv * lists.list_groups / c.kv_heads;
         skipped = part * lists.list_rows, head = kv * ratio + skipped, heads = (int)min(lists.list_rows, ratio - skipped);
@@ -84,6 +86,20 @@ struct ListItem {
 
     INLINE KeyList list(const ringtile_call &c, int64_t from, int64_t to) const {
         return KeyList(c, entries, length, max(from, lowest), min(to, highest));
+    }
+
+    // The list of the next segment, which ends before key `to`. Its end is near.
+    INLINE KeyList advance(const ringtile_call &c, int64_t to) {
+        KeyList list(entries, __builtin_ctz((unsigned)c.block), next);
+        const int64_t high = min(to, highest), near = 16;
+        int64_t at = next >> list.shift;
+        auto before = [&](int64_t i) { return entries[i] >= 0 && (int64_t)entries[i] << list.shift < high; };
+        while (at + near < length && before(at + near)) at += near;
+        at += bisect(min(near, length - at), [&](int64_t i) { return before(at + i); });
+        // The last entry may end after `to`.
+        if (at > 0) list.last = (at << list.shift) - max(0, ((int64_t)entries[at - 1] << list.shift) + c.block - high);
+        next = list.last = max(list.first, list.last);
+        return list;
     }
 };
 
@@ -186,6 +202,7 @@ struct ListScratch {
     float *keys, *values, *scores, *grads, *few;                    // of a tile
     float *key_sums, *value_sums;                                   // of a chunk of keys
     uint8_t *met;                                                   // its keys that have sums
+    ListItem *items;                                                // that are computed together
 
     // The number of floats before a field.
     static int64_t before(const ringtile_call &c, int field) {
@@ -201,10 +218,11 @@ struct ListScratch {
     }
     static int64_t size(const ringtile_call &c) {
         if (c.work.phase == RINGTILE_LISTS_UNIONS) return c.n_keys / c.block / 2 + 1;
-        return before(c, COUNT) + c.lists.chunk_keys / 4 + 1;
+        return before(c, COUNT) + c.lists.chunk_keys / 4 + 2 + MAX_BLOCK * sizeof(ListItem) / 4;
     }
 
-    ListScratch(const ringtile_call &c, float *x) : met((uint8_t *)(x + before(c, COUNT))) {
+    ListScratch(const ringtile_call &c, float *x)
+        : met((uint8_t *)(x + before(c, COUNT))), items((ListItem *)(x + before(c, COUNT) + (c.lists.chunk_keys / 8 + 1) * 2)) {
         float **places[COUNT] = {&rows, &grad_rows, &lanes, &grad_lanes, &sums, &softmax, &keys, &values, &scores, &grads, &few,
                                  &key_sums, &value_sums};
         for (int i = 0; i < COUNT; i++) *places[i] = x + before(c, i);
@@ -228,9 +246,9 @@ struct ListKeys {
         : count((int)min(LIST_TILE, list.last - place)), partial(false), skips(false) {
         const uint32_t all = (1u << item.queries) - 1;
         for (int k = 0; k < count; k++) {
-            const int64_t at = place + k, key = ((int64_t)item.entries[at >> list.shift] << list.shift) + (at & (c.block - 1));
+            const int64_t at = place + k, entry = item.entries[list.shift ? at >> list.shift : at];
             // No list, sorted or not, leads out of a tensor.
-            keys[k] = (int32_t)min(max(key, 0), c.n_keys - 1);
+            keys[k] = (int32_t)min(max(list.shift ? (entry << list.shift) + (at & (c.block - 1)) : entry, 0), c.n_keys - 1);
         }
         bool cut = false;
         for (int i = 0; item.bits && i < item.queries; i++) cut |= item.low[i] > keys[0] || item.high[i] <= keys[count - 1];
@@ -258,13 +276,15 @@ struct Gathered {
     INLINE const float *row(int64_t i) const { return x + (places ? places[i] : i) * step; }
 };
 
-// matmul of rows in any place: of A, then `ahead` are asked for, or of B. C has N vectors.
+// matmul of rows in any place: of A, then the next ones and `ahead` are asked for, or of B. C has N vectors.
 template <int N, bool A_ROWS>
 void gathered_matmul(const float *a, int64_t a_step, const float *b, int64_t b_k, const int32_t *places, float *c, int64_t c_m,
                      int64_t rows, int64_t depth, bool add, Gathered ahead, int64_t width) {
     for (int64_t row = 0; row < rows; row += MR) {
         for (int64_t i = row; A_ROWS && i < min(row + MR, rows); i++)
             for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(ahead.row(i) + d, 0, 2);
+        for (int64_t i = row + MR; A_ROWS && i < min(row + 2 * MR, rows); i++)
+            for (int64_t d = 0; d < depth; d += 16) __builtin_prefetch(a + places[i] * a_step + d, 0, 2);
         auto tile = [&](auto m) INLINE_LAMBDA {
             register_tile<float, decltype(m)::value, N, A_ROWS, true>(A_ROWS ? a : a + row, a_step, b, b_k, c + row * c_m, c_m,
                                                                       depth, add, A_ROWS ? places + row : places);
@@ -390,7 +410,9 @@ INLINE void forward_tile(const ringtile_call &c, const ListItem &item, const Lis
     Softmax<float> softmax(c, to.softmax);
     softmax.value_dim = 0;  // its sums are rows here
     if (item.direct) {
+        item.keys.fetch(0, item.keys.rows);
         decode_scores<float>({to.rows, key_width}, item.rows, tile.k, tile.count, key_width, to.few);
+        item.values.fetch(0, item.values.rows);
         decode_softmax_step(to.few, item.rows, tile.count, base, false, softmax.highest, softmax.total, to.sums, width);
         return add_direct(item, tile, to.few, tile.v, c.value_dim, to.sums);
     }
@@ -460,7 +482,9 @@ INLINE void query_grads_tile(const ringtile_call &c, const ListItem &item, const
     const float scale = (float)c.options.scale, *lse = to.softmax, *delta = to.softmax + MAX_BLOCK;
     if (item.direct) {
         float *slopes = to.few + DECODE_QUERIES * MAX_BLOCK;
+        item.keys.fetch(0, item.keys.rows);
         decode_scores<float>({to.rows, key_width}, item.rows, tile.k, tile.count, key_width, to.few);
+        item.values.fetch(0, item.values.rows);
         decode_scores<float>({to.grad_rows, width}, item.rows, tile.v, tile.count, width, slopes);
         for (int r = 0; r < item.rows; r++)
             for (int k = 0; k < tile.count; k += L) {
@@ -513,30 +537,37 @@ INLINE void end_query_grads(const ringtile_call &c, const ListItem &item, const 
 inline void list_queries(const ringtile_call &c, int64_t head, int64_t part, int64_t first, int64_t last, const ListScratch &all) {
     const int64_t numbers = whole_vectors(c.head_dim) + whole_vectors(c.value_dim);
     const bool forward = c.work.phase == RINGTILE_LISTS_FORWARD;
-    int64_t lowest = c.n_keys, highest = 0, places = 0, segment = c.n_keys;
-    // Step 0 begins, the others add a segment of keys, and the last one ends.
-    bool ends = false;
-    for (int64_t low = -1; !ends; low = low < 0 ? lowest : low + segment) {
-        ends = low >= highest;
-        each_of_runs(c, head / c.kv_heads, head % c.kv_heads, part, first, last, [&](const ListItem &item) {
-            const ListScratch to(c, item, all);
-            if (low < 0) {
-                forward ? begin_forward(c, item, to) : begin_query_grads(c, item, to);
-                lowest = min(lowest, item.lowest), highest = max(highest, item.highest);
-                const KeyList list = item.list(c, 0, c.n_keys);
-                places = item.direct ? places + list.last - list.first : max(places, list.last - list.first);
-            }
-            if (low >= 0 && ends) forward ? end_forward(c, item, to) : end_query_grads(c, item, to);
-            if (low < 0 || ends) return;
-            const KeyList list = item.list(c, low, low + segment);
+    int64_t lowest = c.n_keys, highest = 0, places = 0, segment = c.n_keys, count = 0;
+    each_of_runs(c, head / c.kv_heads, head % c.kv_heads, part, first, last, [&](const ListItem &item) {
+        const ListScratch to(c, item, all);
+        forward ? begin_forward(c, item, to) : begin_query_grads(c, item, to);
+        lowest = min(lowest, item.lowest), highest = max(highest, item.highest);
+        const KeyList list = item.list(c, 0, c.n_keys);
+        places = item.direct ? places + list.last - list.first : max(places, list.last - list.first);
+        all.items[count] = item, all.items[count++].next = list.first;
+    });
+    // The keys that fill a cache. One item needs none of them twice.
+    if (c.lists.run > 1 && highest > lowest)
+        segment = max(LIST_TILE, SEGMENT_NUMBERS / numbers * (highest - lowest) / max(1, min(places, highest - lowest)));
+    // Meanwhile the next ones arrive, if most of them are needed.
+    const int64_t step = places >= highest - lowest ? (segment + count - 1) / count : 0, size = c.dtype ? 2 : 4;
+    for (int64_t low = lowest; low < highest; low += segment)
+        for (ListItem *item = all.items; item < all.items + count; item++) {
+            const ListScratch to(c, *item, all);
+            const KeyList list = item->advance(c, low + segment);
+            const ListItem &later = item + 1 < all.items + count ? item[1] : *all.items;
+            for (int i = 0; i < LIST_TILE; i += 16) __builtin_prefetch(later.entries + (later.next >> list.shift) + i);
+            const int64_t from = low + segment + (item - all.items) * step, rows = min(step, highest - from);
+            item->keys = {row_at(c, c.k, c.k_stride, item->b, item->kv, from), c.k_stride[2] * size, c.head_dim * size, rows};
+            item->values = {row_at(c, c.v, c.v_stride, item->b, item->kv, from), c.v_stride[2] * size, c.value_dim * size, rows};
             for (int64_t place = list.first; place < list.last; place += LIST_TILE) {
-                const ListTile tile(c, item, list, place, to);
-                forward ? forward_tile(c, item, tile, to) : query_grads_tile(c, item, tile, place, to);
+                const ListTile tile(c, *item, list, place, to);
+                forward ? forward_tile(c, *item, tile, to) : query_grads_tile(c, *item, tile, place, to);
             }
-        });
-        // The keys that fill a cache. One item needs none of them twice.
-        if (low < 0 && c.lists.run > 1 && highest > lowest)
-            segment = max(LIST_TILE, SEGMENT_NUMBERS / numbers * (highest - lowest) / max(1, min(places, highest - lowest)));
+        }
+    for (const ListItem *item = all.items; item < all.items + count; item++) {
+        const ListScratch to(c, *item, all);
+        forward ? end_forward(c, *item, to) : end_query_grads(c, *item, to);
     }
 }
 

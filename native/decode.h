@@ -18,23 +18,21 @@ template <class T> INLINE bool decodes(const ringtile_call &c, Side queries) {
 // of additions, weights exp(score - lse) would be off by |score| roundings.
 template <class T, class Keys = Rows<T>>
 void decode_scores(Rows<T> queries, int n_queries, Keys keys, int n_keys, int64_t width, T *scores) {
-    constexpr int L = Lanes<T>::count, SOME = L < 8 ? L : 8;  // of the keys at once: each sum waits for the one before
+    constexpr int L = Lanes<T>::count, SOME = L < 4 ? L : 4;  // of the keys at once: each sum waits for the one before
     for (int k = 0; k < n_keys; k += L)
         for (int r = 0; r < n_queries; r++) {
-            Vec<T> sum[L] = {};
-            for (int i = 0; i < L && k + i < n_keys; i += SOME) {
+            Vec<T> sum[L];
+#pragma GCC unroll 4
+            for (int i = 0; i < L; i += SOME) {
                 // Past the end, read the last key again and ignore the result.
                 const T *key[SOME];
                 Vec<T> some[SOME] = {};
                 for (int j = 0; j < SOME; j++) key[j] = keys.row(min(k + i + j, n_keys - 1));
-                for (int64_t d = 0; d < width; d += L)
+                for (int64_t d = 0; d < width && k + i < n_keys; d += L)
                     for (int j = 0; j < SOME; j++) some[j] += load(queries.row(r) + d) * load(key[j] + d);
                 for (int j = 0; j < SOME; j++) sum[i + j] = some[j];
             }
-            transpose_square<T>(sum);
-            for (int half = L / 2; half; half /= 2)
-                for (int i = 0; i < half; i++) sum[i] += sum[i + half];
-            store(scores + r * MAX_BLOCK + k, sum[0]);
+            store(scores + r * MAX_BLOCK + k, sums_of<T>(sum));
         }
 }
 

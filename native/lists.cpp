@@ -1,4 +1,4 @@
-// The kept tiles of an index's lists, for any processor.
+// The kept tiles of an index's lists, and lists of keys in order, for any processor.
 #include "platform.h"
 
 // Copy the tiles of each slot's list that a mask keeps, and return their number. There are `groups` of `slots`
@@ -29,4 +29,17 @@ PUBLIC int64_t ringtile_kept(int64_t groups, int64_t heads, int64_t slots, const
         if (tile) kept_tile[i] = 0;
     }
     return found;
+}
+
+// Write the numbers of each row in [0, count), ascending and each once, then -1. `bits` are count / 64 + 1 zeros, and are
+// zeros again at the end.
+PUBLIC void ringtile_ascending(int64_t rows, int64_t length, int64_t count, const int32_t *x, uint64_t *bits, int32_t *y) {
+    for (int64_t row = 0; row < rows; row++, x += length, y += length) {
+        int64_t found = 0;
+        for (int64_t i = 0; i < length; i++)
+            if (x[i] >= 0 && x[i] < count) bits[x[i] >> 6] |= (uint64_t)1 << (x[i] & 63);
+        for (int64_t word = 0; word <= count >> 6; bits[word++] = 0)
+            for (uint64_t left = bits[word]; left; left &= left - 1) y[found++] = (int32_t)(word << 6) + __builtin_ctzll(left);
+        while (found < length) y[found++] = -1;
+    }
 }

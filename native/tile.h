@@ -99,18 +99,19 @@ template <class E> INLINE Rows<E> out_grad_rows(const ringtile_call &c, const He
 }
 
 #if defined(__AVX512F__)
-// Swap the off-diagonal quarters of squares: rows i and i + SIDE, lanes l and l + SIDE.
-template <int SIDE> INLINE void exchange(Vec<float> *x) {
+// Swap the off-diagonal quarters of squares: rows i and i + SIDE, lanes l and l + SIDE, and ADD the second to the first.
+template <int SIDE, bool ADD = false> INLINE void exchange(Vec<float> *x) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __mmask16 second = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(SIDE));
     const __m512i low = _mm512_mask_add_epi32(lane, second, lane, _mm512_set1_epi32(16 - SIDE));
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(SIDE));
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < (ADD ? SIDE : 16); i++) {
         if (i & SIDE) continue;
         __m512 a = (__m512)x[i], b = (__m512)x[i + SIDE];
         x[i] = (Vec<float>)_mm512_permutex2var_ps(a, low, b);
         x[i + SIDE] = (Vec<float>)_mm512_permutex2var_ps(a, high, b);
+        if (ADD) x[i] += x[i + SIDE];
     }
 }
 #endif
@@ -131,6 +132,23 @@ template <> INLINE void transpose_square<float>(Vec<float> *x) {
     exchange<1>(x);
 }
 #endif
+
+// The sums of the lanes of as many vectors, which it may change: halves are added, then quarters, and so on.
+template <class T> INLINE Vec<T> sums_of(Vec<T> *x) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) {
+        exchange<8, true>(x);
+        exchange<4, true>(x);
+        exchange<2, true>(x);
+        exchange<1, true>(x);
+        return x[0];
+    }
+#endif
+    transpose_square<T>(x);
+    for (int half = Lanes<T>::count / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
 
 // The first `count` elements of a row, widened, and zeros in the other lanes.
 template <class E, class T> INLINE Vec<T> load_row(const E *x, int count) {

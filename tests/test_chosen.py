@@ -393,6 +393,21 @@ def test_lists_are_canonical(inputs: Inputs) -> None:
     assert seen[0].limits[0, 4].tolist() == [0, KEYS - QUERIES + 5]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("by_bits", [True, False])
+def test_lists_are_sorted(by_bits: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bits or as PyTorch sorts, for counts around whole words. No number twice, and none that does not exist."""
+    monkeypatch.setattr(chosen, "_ENTRIES", 1 << 20 if by_bits else -1)
+    for count in (0, 1, 7, 63, 64, 65, 128, 300):
+        entries = torch.randint(-1, count + 2, (2, 3, 5, 80)).to(dtype)[..., ::2]
+        found = chosen._ascending(entries, count)
+        assert found.dtype == torch.int32
+        for row, ours in zip(entries.flatten(0, 2).tolist(), found.flatten(0, 2).tolist(), strict=True):
+            kept = sorted({x for x in row if 0 <= x < count})
+            assert ours == kept + [-1] * (40 - len(kept))
+        assert chosen._ascending(entries[..., :0], count).shape == (2, 3, 5, 0)
+
+
 def test_gathered_keys_have_bounded_memory() -> None:
     """All gathered keys would take 256 MiB, and their gradients as much."""
     q, k = torch.randn(1, 2, 128, 128, requires_grad=True), torch.randn(1, 2, 4096, 128, requires_grad=True)

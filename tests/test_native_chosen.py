@@ -136,6 +136,7 @@ def test_a_union_pays_if_it_is_faster_than_its_lists(heads: int, queries: int, s
         Case(1, 4, 1, 150, 1500, 192, 64, length=100),
         Case(2, 3, 3, 40, 700, 64, 33, length=90),
         Case(1, 5, 1, 60, 900, 64, 64, length=100),
+        Case(1, 2, 2, 150, 3001, 64, 64, block=16, length=30),
     ],
     ids=lambda x: f"{x.heads} heads, {x.kv_heads}",
 )

@@ -30,6 +30,7 @@ int ringtile_lists(const ringtile_call *call);
 int64_t ringtile_kept(int64_t groups, int64_t heads, int64_t slots, const int32_t *base, const int32_t *pointer,
                       const int32_t *other, const int32_t *tile, const uint8_t *mask, const int64_t *strides,
                       int64_t capacity, int32_t *kept_pointer, int32_t *kept_other, int32_t *kept_tile);
+void ringtile_ascending(int64_t rows, int64_t length, int64_t count, const int32_t *x, uint64_t *bits, int32_t *y);
 
 static uint64_t state;
 
@@ -855,6 +856,31 @@ static int check_kept(void) {
     return failed != 0;
 }
 
+// Lists in any order, with numbers twice and numbers that do not exist, for counts around whole words.
+static int check_ascending(void) {
+    enum { ROWS = 5, LENGTH = 40 };
+    int failed = 0;
+    for (int32_t count = 0; count < 200; count += count < 60 || count > 70 ? 7 : 1) {
+        int32_t lists[ROWS * LENGTH], *found = allocate(ROWS * LENGTH, 4);
+        uint64_t *bits = memset(allocate(count / 64 + 1, 8), 0, (count / 64 + 1) * 8);
+        for (int i = 0; i < ROWS * LENGTH; i++) lists[i] = draw(9) ? (int32_t)draw(count + 2) - 1 : (int32_t)draw(2) * INT32_MIN;
+        ringtile_ascending(ROWS, LENGTH, count, exactly(lists, ROWS * LENGTH, 4), bits, found);
+        for (int row = 0; row < ROWS; row++, found += LENGTH) {
+            int length = 0;
+            for (int32_t j = 0; j < count; j++) {
+                int listed = 0;
+                for (int i = 0; i < LENGTH; i++) listed |= lists[row * LENGTH + i] == j;
+                if (listed) failed |= found[length++] != j;
+            }
+            while (length < LENGTH) failed |= found[length++] != -1;
+        }
+        for (int word = 0; word <= count / 64; word++) failed |= bits[word] != 0;
+        while (n_allocations) free(allocations[--n_allocations]);
+    }
+    if (failed) printf("ascending lists: wrong\n");
+    return failed;
+}
+
 static void seed(int number, uint64_t more) {
     state = 0x9E3779B97F4A7C15u * (number + 1) + more;
     for (int i = 0; i < 4; i++) draw(2);
@@ -973,6 +999,7 @@ int main(int argc, char **argv) {
     if (use_runtime()) return 3;
     state = 0x9E3779B97F4A7C15u;
     failures += check_kept();
+    failures += check_ascending();
     for (int isa = 0; isa < ringtile_isa_count(); isa++) {
         const char *reason = ringtile_isa_reason(isa);
         if (*reason) {

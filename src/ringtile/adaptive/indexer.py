@@ -14,6 +14,8 @@ _SPAN = 1 << 20
 """Most keys or blocks that are ranked at once."""
 _BYTES = 1 << 24
 """Most bytes of each of three tensors of a chunk of queries."""
+_CACHED = 512, 1 << 21
+"""Queries times heads, and bytes of their products, that stay in a processor's second cache."""
 
 
 @torch.no_grad()
@@ -72,7 +74,9 @@ def index_topk(
     # A row holds its scores, and the best of two spans with their numbers. Tiles bound products, keys and masks.
     of_row = dtype.itemsize * min(entries, _SPAN) + 24 * min(n, entries)
     rows = max(1, min(256, _BYTES // max(of_row, 1), _BYTES // (dtype.itemsize * heads * block)))
-    widest = min(_BYTES // dtype.itemsize // max(rows * heads, 2 * query.shape[3]), _BYTES // 32 // rows)
+    of_tile, most = _CACHED if device.type == "cpu" else (rows * heads, _BYTES)
+    rows = min(rows, of_tile // heads or 1)
+    widest = min(min(most, _BYTES) // dtype.itemsize // max(rows * heads, 2 * query.shape[3]), _BYTES // 32 // rows)
     tile = max(1, min(widest, _SPAN) // block) * block
     zero, positions = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n_queries, device=device)
     for b, g, begin in product(range(batch), range(groups), range(0, n_queries, rows)):
@@ -93,8 +97,10 @@ def index_topk(
                 keep = keep if key_lengths is None else keep & (j < key_lengths[b])
                 if keep.any():
                     scores = scored(q, key[b, g % key.shape[1], left:right].to(dtype), w, relu)
-                    scores = pad(scores.masked_fill_(~keep, -torch.inf), (0, -len(j) % block), value=-torch.inf)
-                    row[:, left // block - low : -(-right // block) - low] = scores.unflatten(1, (-1, block)).amax(2)
+                    scores.masked_fill_(~keep, -torch.inf)
+                    if block > 1:
+                        scores = pad(scores, (0, -len(j) % block), value=-torch.inf).unflatten(1, (-1, block)).amax(2)
+                    row[:, left // block - low : -(-right // block) - low] = scores
             if local:
                 lag = at // block - torch.arange(low, high, device=device)
                 row.masked_fill_((lag >= 0) & (lag < local) & (row > -torch.inf), torch.inf)
@@ -136,13 +142,10 @@ def checked(
     if not isinstance(rule, Pattern) or rule.num_heads is not None or rule.batch_size not in (None, batch):
         raise ValueError(f"pattern: expected a Pattern of all heads and of {batch} batch elements, got {pattern!r}")
     first: int | Tensor = n_keys - n_queries if start is None else start
-    if isinstance(first, Tensor):
-        if first.shape != (batch, n_queries) or first.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"start: expected an int or integers {(batch, n_queries)}, got {first.dtype=}, {first.shape=}"
-            )
-    elif type(first) is not int:
-        raise ValueError(f"start: expected an int or integers {(batch, n_queries)}, got {start!r}")
+    each = isinstance(first, Tensor) and first.dtype in (torch.int32, torch.int64) and first.shape == (batch, n_queries)
+    if type(first) is not int and not each:
+        got = f"{first.dtype=}, {first.shape=}" if isinstance(first, Tensor) else repr(start)
+        raise ValueError(f"start: expected an int or integers {(batch, n_queries)}, got {got}")
     return query, key, rule, first
 
 

@@ -8,12 +8,14 @@ from torch import Tensor
 from ringtile.functional.tensors import is_real
 from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import Lists
+from ringtile.kernels.native.library import reason_against
+from ringtile.kernels.native.lists import ascending
 from ringtile.patterns.base import And, Pattern, TileGrid
 from ringtile.patterns.chosen import Split
 from ringtile.patterns.facts import key_bounds
 
 _ENTRIES = 1 << 20
-"""Most entries that are sorted or judged at once, unless those of one query are more."""
+"""Most entries that are sorted or judged at once, unless one query has more, and most numbers that bits sort."""
 
 
 def check_lists(found: Split, query: Tensor, key: Tensor, start: int | None, n_keys: int) -> None:
@@ -72,10 +74,8 @@ def lists_of(
     judged = bool(filters) or key_mask is not None
     lists = _lists_of_heads(filters, heads, indices.shape[1], key_heads)
     if judged:
-        by_batch = key_mask is not None or any(rule.batch_size for rule in filters)
-        indices = indices.expand(
-            batch if by_batch else -1, -1 if len(lists) == indices.shape[1] else len(lists), -1, -1
-        )
+        of_batch = batch if key_mask is not None or any(rule.batch_size for rule in filters) else -1
+        indices = indices.expand(of_batch, -1 if len(lists) == indices.shape[1] else len(lists), -1, -1)
     per_query = indices.shape[0] * indices.shape[1] * indices.shape[3] * (block if judged else 1)
     step, found_rows = max(1, _ENTRIES // max(per_query, 1)), []
     for begin in range(0, max(n_queries, 1), step):
@@ -112,13 +112,7 @@ def _lists_of_heads(filters: list[Pattern], heads: int, groups: int, key_heads: 
 
 
 def _filtered(
-    entries: Tensor,
-    block: int,
-    at: Tensor,
-    n_keys: int,
-    filters: list[Pattern],
-    lists: list[int],
-    key_mask: Tensor | None,
+    entries: Tensor, block: int, at: Tensor, n_keys: int, filters: list[Pattern], lists: list[int], mask: Tensor | None
 ) -> Tensor:
     """Return the keys ``[B, G, c, n * block]`` of entries that all filters keep, and -1 elsewhere."""
     # The keys of -1 are negative for any block.
@@ -130,20 +124,18 @@ def _filtered(
             for b, g in product(range(tokens.shape[0]), range(len(lists)))
         ]
         keep = keep & torch.stack(kept).unflatten(0, (-1, len(lists)))
-    if key_mask is not None:
-        keep = keep & key_mask[:, None, None].expand(*inside.shape[:3], -1).gather(3, inside)
+    if mask is not None:
+        keep = keep & mask[:, None, None].expand(*inside.shape[:3], -1).gather(3, inside)
     return torch.where(keep, tokens, -1)
 
 
 def _ascending(entries: Tensor, count: int) -> Tensor:
     """Return the entries in [0, count) of each row as int32, ascending and each once, then -1."""
+    if is_real(entries) and entries.is_cpu and count <= _ENTRIES and not reason_against():
+        return ascending(entries, count)
     entries = torch.where((entries >= 0) & (entries < count), entries, count).int().sort(3).values
-    keep = entries < count
-    repeated = (entries[..., 1:] == entries[..., :-1]) & keep[..., 1:]
-    if is_real(repeated) and not bool(repeated.any()):
-        return entries.masked_fill_(~keep, -1)
-    keep = keep & ~torch.nn.functional.pad(repeated, (1, 0))
-    # What a row does not keep goes to a place behind its end.
+    # The places of what a row does not keep, or has before, are behind its end.
+    keep = (torch.nn.functional.pad(entries, (1, 0), value=-1)[..., :-1] != entries) & (entries < count)
     place = torch.where(keep, keep.cumsum(3) - 1, entries.shape[3])
     room = entries.new_full((*entries.shape[:3], entries.shape[3] + 1), -1)
     return room.scatter(3, place, entries)[..., :-1]

@@ -97,12 +97,9 @@ class _Job:
         c.union_room = max(1, min(c.run * c.list_length // c.union_cost, blocks))
         if c.run > 1 and self.places:
             lists_of_runs = c.batch * groups * self.runs
-            for name, dtype, width in (
-                ("union_entries", torch.int32, c.union_room),
-                ("union_bits", torch.int16, c.union_room),
-                ("union_length", torch.int64, 1),
-            ):
-                self.keep(name, torch.empty(lists_of_runs * width, dtype=dtype))
+            self.keep("union_entries", torch.empty(lists_of_runs * c.union_room, dtype=torch.int32))
+            self.keep("union_bits", torch.empty(lists_of_runs * c.union_room, dtype=torch.int16))
+            self.keep("union_length", torch.empty(lists_of_runs, dtype=torch.int64))
             self.run(ListsPhase.UNIONS, lists_of_runs, 0)
 
     def place(self, name: str, x: Tensor) -> None:
@@ -132,9 +129,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tupl
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]``, float32."""
     job = _Job(q, k, v, lists, scale)
     out, lse = new_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
-    if not lse.numel():
-        return out, lse
-    if not job.places:
+    if not lse.numel() or not job.places:
         return out.zero_(), lse.fill_(-math.inf)
     job.place("out", out)
     job.keep("lse", lse)

@@ -120,6 +120,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "masses": (ctypes.c_int, (_POINTER,)),
     "lists": (ctypes.c_int, (_POINTER,)),
     "kept": (_LONG, (*(_LONG,) * 3, *(_POINTER,) * 5, ctypes.POINTER(_LONG), _LONG, *(_POINTER,) * 3)),
+    "ascending": (None, (*(_LONG,) * 3, *(_POINTER,) * 3)),
     "multiply_tiles": (ctypes.c_int, (ctypes.c_int, _POINTER, _POINTER, _POINTER, _LONG)),
     "peak": (ctypes.c_double, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double)),
 }

@@ -1,4 +1,4 @@
-"""The tiles of an index's lists that a mask keeps, by the library."""
+"""The tiles of an index's lists that a mask keeps, and lists of keys in order, by the library."""
 
 import ctypes
 from functools import partial
@@ -45,3 +45,12 @@ def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacit
         if capacity is not None and n_kept > capacity:
             raise RuntimeError(too_many(capacity))
     return lists
+
+
+def ascending(entries: Tensor, count: int) -> Tensor:
+    """Return the numbers in [0, count) of each row, on a CPU, as int32, ascending and each once, then -1."""
+    entries, bits = entries.int().contiguous(), torch.zeros(count // 64 + 1, dtype=torch.int64)
+    found, length = torch.empty_like(entries), entries.shape[-1]
+    places = map(Tensor.data_ptr, (entries, bits, found))
+    library().handle.ringtile_ascending(entries.numel() // max(length, 1), length, count, *places)
+    return found

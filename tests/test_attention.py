@@ -323,7 +323,7 @@ def test_any_length(pattern: Pattern, length: int) -> None:
 def test_decoding_and_chunked_prefill_give_the_whole(pattern: Pattern) -> None:
     inputs = make_inputs(2, 4, 300, kv_heads=2)
     whole = attend(inputs, Causal() & pattern)
-    for cuts in ([0, 100, 101, 230, 300], [0, *range(295, 301)]):
+    for cuts in ([0, 100, 101, 230, 300], [0, 298, 299, 300]):
         for first, end in pairwise(cuts):
             part = inputs._replace(q=inputs.q[:, :, first:end], grad_out=inputs.grad_out[:, :, first:end])
             everything = attend(part, Causal() & pattern, start=first)
@@ -585,6 +585,8 @@ BLIND_OPTIONS: dict[str, dict[str, Any]] = {
         (kind, options, (4, 2)[(row + column) % 2])
         for row, kind in enumerate(BLIND)
         for column, options in enumerate(BLIND_OPTIONS)
+        # Each kind with four options, and each option with four kinds.
+        if (row + column) % 7 in (0, 3, 4, 5)
     ],
 )
 def test_what_nobody_keeps_changes_nothing(kind: str, given_options: str, kv_heads: int) -> None:
@@ -723,11 +725,11 @@ def test_large_scores_do_not_overflow(pattern: Pattern) -> None:
     ids=str,
 )
 def test_two_runs_give_the_same_bits(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    inputs = make_inputs(2, 4, 420, kv_heads=2, dtype=dtype)
+    inputs = make_inputs(2, 4, 300, kv_heads=2, dtype=dtype)
     for pattern in (Dense(), TILED, per_head([TILED, Causal(), Window(30), TILED])):
-        first = attend(inputs, pattern, torch.ones(2, 4, 420), **options)
+        first = attend(inputs, pattern, torch.ones(2, 4, 300), **options)
         clear_cache()
-        assert_bits(attend(inputs, pattern, torch.ones(2, 4, 420), **options), first)
+        assert_bits(attend(inputs, pattern, torch.ones(2, 4, 300), **options), first)
 
 
 def test_eight_threads_on_one_cache_give_the_bits_of_one() -> None:

@@ -50,7 +50,7 @@ def bases(draw: st.DrawFn) -> tuple[Pattern, TileGrid]:
     return draw(patterns(grid, heads=True)), grid
 
 
-@settings(max_examples=40)
+@settings(max_examples=70)
 @given(base=bases(), rows=st.booleans(), data=st.data())
 def test_a_restricted_index_keeps_the_pairs_of_both(base: tuple[Pattern, TileGrid], rows: bool, data: Any) -> None:
     pattern, grid = base

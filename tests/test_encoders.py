@@ -125,7 +125,7 @@ def test_cells_that_are_measured_apart_end_in_one_record(
     assert both["command"].splitlines()[0] == first["command"]
     assert len(both["command"].splitlines()) == 2
     # The record compares others with sdpa, and on another machine all of them would take other times.
-    with pytest.raises(SystemExit, match="expected a run that computes 150 tokens, float32, sdpa first"):
+    with pytest.raises(SystemExit, match="expected a run that computes 150 tokens, float32, sdpa, which the record"):
         run(made, monkeypatch, *words, "ringtile", "--tokens", "150")
     out.write_text(json.dumps({**both, "threads": 7}), encoding="utf-8")
     with pytest.raises(SystemExit, match="expected a record with the threads of this run"):

@@ -318,7 +318,7 @@ def _forward(
     call, terms, wide = Call(*rest), _terms(biases, spec), accumulator(q)
     contracts.check_memory(("query", "key", "value", *contracts.OPTIONAL), (q, k, v, *contracts.options_of(call)))
     contracts.check_memory(("bias",) * len(biases), biases)
-    compute = contracts.backend_of(call.backend).forward
+    compute = contracts.BACKENDS[call.backend].forward
     if len(terms) == 1 and terms[0].of is None:
         added = _whole(terms[0], q, k, call)
         found: tuple[Tensor, Tensor] = compute(q, k, v, call, *prepared_of(q, k, v, call), added=added)
@@ -337,7 +337,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     contracts.check_memory((*contracts.ROW_NAMES, *contracts.OPTIONAL), (*rows, *contracts.options_of(call)))
     contracts.check_memory(("bias",) * len(biases), biases)
     (q, k, v), terms, wide = rows[2:5], _terms(biases, arguments[8]), accumulator(rows.q)
-    compute = contracts.backend_of(call.backend).backward
+    compute = contracts.BACKENDS[call.backend].backward
     if len(terms) == 1 and terms[0].of is None:
         added = _whole(terms[0], q, k, call)
         grad = torch.zeros(added.values.shape, dtype=wide, device=q.device)

@@ -25,14 +25,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, limits: Tensor, *
     check_memory(("query", "key", "value", "indices", *OPTIONAL), (q, k, v, indices, *options_of(call)))
     # Lists that vmap repeats are views.
     lists = Lists(indices.contiguous(), call.block, limits.contiguous())
-    return contracts.lists_backend_of(call.backend).forward(q, k, v, lists, call.scale, *_options(call))
+    return contracts.OF_LISTS[call.backend].forward(q, k, v, lists, call.scale, *_options(call))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, call = Rows(*arguments[:7]), Call(*arguments[9:])
     check_memory((*contracts.ROW_NAMES, "indices", *OPTIONAL), (*rows, arguments[7], *options_of(call)))
     lists = Lists(arguments[7].contiguous(), call.block, arguments[8].contiguous())
-    return contracts.lists_backend_of(call.backend).backward(rows, lists, call.scale, *_options(call))
+    return contracts.OF_LISTS[call.backend].backward(rows, lists, call.scale, *_options(call))
 
 
 operators.register("forward_lists", _forward, operators.fake_forward, 5)

@@ -5,7 +5,7 @@ kept pairs come either as the tensors of a `BlockIndex` or as pattern text, whic
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 
@@ -176,24 +176,10 @@ class ListsBackend(Protocol):
         """Return the gradients of q, k and v from `Rows`, the lists and the scale."""
 
 
-_backends: dict[str, Backend] = {}
-_of_lists: dict[str, ListsBackend] = {}
-
-
-def install(backends: Mapping[str, Backend], of_lists: Mapping[str, ListsBackend]) -> None:
-    """Set the backends of the operators, by name. Backends import this module, so only `select` knows all."""
-    _backends.update(backends)
-    _of_lists.update(of_lists)
-
-
-def lists_backend_of(name: str) -> ListsBackend:
-    """Return the module of a backend that computes attention over lists."""
-    return _of_lists[name]
-
-
-def backend_of(name: str) -> Any:
-    """Return the module of a backend, see `Backend`."""
-    return _backends[name]
+BACKENDS: dict[str, Any] = {}
+"""The modules of all backends by name, see `Backend`. They import this module, so only `select` knows and sets them."""
+OF_LISTS: dict[str, ListsBackend] = {}
+"""Those that compute attention over lists."""
 
 
 def pack_keys(keep: Tensor) -> Tensor:

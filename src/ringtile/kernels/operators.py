@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringtile.kernels.contracts import (
+    BACKENDS,
     OPTIONAL,
     ROW_NAMES,
     Call,
     Rows,
     accumulator,
-    backend_of,
     check_memory,
     has_memory,
     new_out,
@@ -52,18 +52,18 @@ library.define(
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     call = Call(*rest)
     check_memory(("query", "key", "value", *OPTIONAL), (q, k, v, *options_of(call)))
-    return backend_of(call.backend).forward(q, k, v, call, *prepared_of(q, k, v, call))
+    return BACKENDS[call.backend].forward(q, k, v, call, *prepared_of(q, k, v, call))
 
 
 def _backward(*arguments: Any) -> Any:
     rows, call = Rows(*arguments[:7]), Call(*arguments[7:])
     check_memory((*ROW_NAMES, *OPTIONAL), (*rows, *options_of(call)))
-    return backend_of(call.backend).backward(rows, call, *prepared_of(rows.q, rows.k, rows.v, call))
+    return BACKENDS[call.backend].backward(rows, call, *prepared_of(rows.q, rows.k, rows.v, call))
 
 
 def _double_backward(*arguments: Any) -> Any:
     check_memory(ROW_NAMES, arguments[3:10])
-    return backend_of("blockwise").double_backward(*arguments[:3], Rows(*arguments[3:10]), Call(*arguments[10:]))
+    return BACKENDS["blockwise"].double_backward(*arguments[:3], Rows(*arguments[3:10]), Call(*arguments[10:]))
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -195,9 +195,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = Non
     """Return the output and lse, without a derivative. See `attention` for ``prepared``."""
     results: tuple[Tensor, Tensor]
     if prepared is not None:
-        results = backend_of(call.backend).forward(q, k, v, call, prepared)
+        results = BACKENDS[call.backend].forward(q, k, v, call, prepared)
     elif is_unseen(q, k, v, *options_of(call)):
-        results = backend_of(call.backend).forward(q, k, v, call, *prepared_of(q, k, v, call))
+        results = BACKENDS[call.backend].forward(q, k, v, call, *prepared_of(q, k, v, call))
     else:
         results = torch.ops.ringtile.forward(q, k, v, *call)
     return results
@@ -211,7 +211,7 @@ def run_backward(rows: Rows, call: Call, prepared: Any = None) -> tuple[Tensor, 
         grads = torch.ops.ringtile.backward(*rows, *call)
     else:
         extra = prepared_of(rows.q, rows.k, rows.v, call) if prepared is None else (prepared,)
-        grads = backend_of(call.backend).backward(rows, call, *extra)
+        grads = BACKENDS[call.backend].backward(rows, call, *extra)
     return grads
 
 

@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor
 
 from ringtile.index import BlockIndex
-from ringtile.kernels.contracts import Call, backend_of, index_of
+from ringtile.kernels.contracts import BACKENDS, Call, index_of
 
 Structure = tuple[Hashable, ...]
 """All that the plan of a call depends on."""
@@ -55,7 +55,7 @@ def prepared_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Any, ...]:
 
     Only calls with the text of a pattern have plans: the tensors of an index do not tell when that index dies.
     """
-    if not call.pattern or not hasattr(backend_of(call.backend), "prepare"):
+    if not call.pattern or not hasattr(BACKENDS[call.backend], "prepare"):
         return ()
     structure = structure_of(call.pattern, q, k, v, call.start, call.block, call.backend)
     plan = found_plan(structure) or make_plan(structure, q, k, v, call, None, call.backend)
@@ -67,7 +67,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a checked call with its backend. ``index`` is None if the call has the text of a pattern."""
     prepared = None
-    if prepare := getattr(backend_of(call.backend), "prepare", None):
+    if prepare := getattr(BACKENDS[call.backend], "prepare", None):
         index = index_of(call, q, k) if index is None else index
         prepared = prepare(q, k, v, index)
     owner = None if index is None else ref(index, lambda _: _plans.pop(structure, None))

@@ -8,7 +8,7 @@ from torch import Tensor
 from ringtile.index import restrict
 from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
 from ringtile.kernels.blockwise import lists as blockwise_lists
-from ringtile.kernels.contracts import Backend, Call, Lists, ListsBackend, Masses, install, lacking
+from ringtile.kernels.contracts import BACKENDS, OF_LISTS, Backend, Call, Lists, ListsBackend, Masses, lacking
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native import chosen as native_lists
 from ringtile.kernels.native.library import library, reason_against
@@ -33,7 +33,8 @@ LISTS: dict[str, ListsBackend] = {"native": native_lists, "triton": triton_lists
 BIASED = ("native", "blockwise")
 """Backends that add a bias to scores. The first that supports a call runs."""
 
-install(_BACKENDS, LISTS)
+BACKENDS.update(_BACKENDS)
+OF_LISTS.update(LISTS)
 tell_flop_counter()
 # `BlockIndex.restricted` is below the backends, so it has a hook for the library's way to copy lists.
 restrict.list_copier = kept_lists

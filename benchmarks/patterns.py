@@ -229,7 +229,7 @@ READ = """\
 * **Copies and needles are far.** A fixed pattern drops them, whatever its shape. A choice by content finds them at the
   same density, see [Adaptive attention](adaptive.md).
 * **Random and dilated pairs do not replace it.** They take pairs from the window, and hit a needle as rarely.
-* **A short training gives back a part of a text, and nothing far.** After 100 steps of LoRA, three patterns keep 8 to 9
+* **A short training gives back a part of a text, and nothing far.** After 100 steps of LoRA, four patterns keep 8 to 9
   points more of it. [Train with a window](how-to/train-with-a-window.md) and [Finetune](how-to/finetune.md) say how.
 """
 

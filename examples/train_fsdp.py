@@ -138,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> float:
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - began
             print(f"step {step}: {loss:.3f} bits per byte, gradient norm {norm:.2f}, {seconds:.1f} s", flush=True)
+    # DDP must not be the last to hold the group: it would wait for a thread that can wait for Python.
+    del model, optimizer
     dist.destroy_process_group()
     return float(loss)
 

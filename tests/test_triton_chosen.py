@@ -209,7 +209,7 @@ def test_the_interpreter_computes_only_what_is_asked_of_it(monkeypatch: pytest.M
 
 
 def test_on_a_gpu_it_comes_before_blockwise() -> None:
-    assert list(select.LISTS) == ["native", "triton", "blockwise"]
+    assert list(select.OF_LISTS) == ["native", "triton", "blockwise"]
 
 
 @pytest.mark.parametrize("option", [{"dropout_p": 0.1, "seed": 1}, {"softcap": 2.0}, {"alibi_slopes": torch.ones(2)}])

@@ -179,7 +179,7 @@ class ListsBackend(Protocol):
 BACKENDS: dict[str, Any] = {}
 """The modules of all backends by name, see `Backend`. They import this module, so only `select` knows and sets them."""
 OF_LISTS: dict[str, ListsBackend] = {}
-"""Those that compute attention over lists."""
+"""Those that compute attention over lists. The first that supports a call runs."""
 
 
 def pack_keys(keep: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ringtile.index import restrict
 from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
 from ringtile.kernels.blockwise import lists as blockwise_lists
-from ringtile.kernels.contracts import BACKENDS, OF_LISTS, Backend, Call, Lists, ListsBackend, Masses, lacking
+from ringtile.kernels.contracts import BACKENDS, OF_LISTS, Backend, Call, Lists, Masses, lacking
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native import chosen as native_lists
 from ringtile.kernels.native.library import library, reason_against
@@ -27,14 +27,11 @@ _BACKENDS: dict[str, Backend] = {
     "blockwise": blockwise,
 }
 
-LISTS: dict[str, ListsBackend] = {"native": native_lists, "triton": triton_lists, "blockwise": blockwise_lists}
-"""What computes attention over lists of keys. The first that supports a call runs."""
-
 BIASED = ("native", "blockwise")
 """Backends that add a bias to scores. The first that supports a call runs."""
 
 BACKENDS.update(_BACKENDS)
-OF_LISTS.update(LISTS)
+OF_LISTS.update({"native": native_lists, "triton": triton_lists, "blockwise": blockwise_lists})
 tell_flop_counter()
 # `BlockIndex.restricted` is below the backends, so it has a hook for the library's way to copy lists.
 restrict.list_copier = kept_lists
@@ -107,10 +104,10 @@ def select_biased(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 def select_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> str:
     """Return the backend of a call over lists: the one it names, or the first without a reason against it."""
-    if call.backend and call.backend not in LISTS:
-        raise ValueError(f"backend: expected one of {(*LISTS, 'reference')} for Chosen lists, got {call.backend!r}")
-    for name in (call.backend,) if call.backend else LISTS:
-        reasons = LISTS[name].unsupported(q, k, v, lists, call.dropout_p)
+    if call.backend and call.backend not in OF_LISTS:
+        raise ValueError(f"backend: expected one of {(*OF_LISTS, 'reference')} for Chosen lists, got {call.backend!r}")
+    for name in (call.backend,) if call.backend else OF_LISTS:
+        reasons = OF_LISTS[name].unsupported(q, k, v, lists, call.dropout_p)
         if name != "blockwise":
             reasons = reasons + lacking(call, "softcap", "alibi_slopes")
         if name == "triton":

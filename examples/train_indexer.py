@@ -4,7 +4,8 @@
 
 Without --model, it makes a small Llama with random weights that reads bytes. Without a file, the indexers learn from
 modules of Python's library. In the warm-up only they learn, from dense attention. Then attention is sparse, and they
-learn from the keys that they choose. With --lora, the model learns to live with them, too.
+learn from the keys that they choose. With --lora, the model learns to live with them, too. At the end, the key-value
+heads of all layers share out their keys by need.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from ringtile.adaptive import IndexedAttention
+from ringtile.adaptive import IndexedAttention, share_keys
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.tools.quality.texts import Texts
 
@@ -140,8 +141,19 @@ def train(
     return curve
 
 
+def share(model: Any, attends: nn.ModuleList, rows: Tensor, keys: int) -> None:
+    """Share out keys by what some rows lose, and print the counts of the key-value heads of all layers."""
+    model.eval()
+    use_ringtile(model, attend=attends.eval())
+    modules: list[Any] = list(attends)
+    share_keys(modules, keys, lambda: [model(row[None], use_cache=False, logits_to_keep=1) for row in rows])
+    print(f"{keys} keys, shared out: " + ", ".join(" ".join(map(str, each.keys)) for each in modules), flush=True)
+
+
 @torch.no_grad()
-def judge(model: Any, attends: nn.ModuleList, texts: Texts, tokens: int, keys: Sequence[int]) -> dict[str, list[float]]:
+def judge(
+    model: Any, attends: nn.ModuleList, rows: Tensor, texts: Texts, tokens: int, keys: Sequence[int]
+) -> dict[str, list[float]]:
     """Return what numbers of keys keep of the dense model, in %: perplexity of text, benefit of a copy, needles."""
 
     def means(drawn: Any) -> list[float]:
@@ -154,24 +166,21 @@ def judge(model: Any, attends: nn.ModuleList, texts: Texts, tokens: int, keys: S
         return [*(float(x.mean()) for x in nats[:3]), float(right)]
 
     found: dict[str, list[float]] = {}
-    model.eval()
-    for seed, kind in enumerate(texts.sources):
-        drawn = texts.far_copy(seed, tokens)
-        model.set_attn_implementation("sdpa")
-        dense = means(drawn)
-        use_ringtile(model, attend=attends.eval())
-        for count in keys:
-            for each in attends:
-                each.keys, each.warm_up = count, False
+    model.eval().set_attn_implementation("sdpa")
+    sequences = [texts.far_copy(seed, tokens) for seed in range(len(texts.sources))]
+    references = [means(drawn) for drawn in sequences]
+    for count in keys:
+        share(model, attends, rows, count)
+        for kind, drawn, dense in zip(texts.sources, sequences, references, strict=True):
             ours = means(drawn)
             text, copy = math.exp(dense[1] - ours[1]), (dense[0] - ours[2]) / (dense[0] - dense[2])
             kept = [text, copy, ours[3] / (dense[3] or math.nan)]
             found[f"{kind} {count}"] = [100 * x for x in kept]
             print(f"{kind}, {count} keys: " + " / ".join(f"{100 * x:.1f}" for x in kept), flush=True)
-    for count in keys:
         columns = zip(*(value for name, value in found.items() if name.endswith(f" {count}")), strict=True)
         shown = " / ".join(f"{sum(column) / len(column):.1f} ({min(column):.1f})" for column in columns)
-        density = count * (2 * tokens - count + 1) / (tokens * (tokens + 1))
+        counts = [min(n, tokens) for each in attends for n in each.keys]  # type: ignore[union-attr]
+        density = sum(n * (2 * tokens - n + 1) for n in counts) / (tokens * (tokens + 1) * len(counts))
         print(f"{count} keys, density {density:.3f}: text / copy / needles kept, % (worst): {shown}", flush=True)
     return found
 
@@ -193,13 +202,13 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, str, float]]:
     parser.add_argument("file", type=Path, nargs="?", help="text to learn from; the last tenth is held out")
     parser.add_argument("--model", help="name, folder or GGUF file of a causal language model")
     parser.add_argument("--context", type=int, default=1024, help="tokens of a row (%(default)s)")
-    parser.add_argument("--keys", type=int, default=64, help="keys that each query chooses (%(default)s)")
+    parser.add_argument("--keys", type=int, default=64, help="keys of a query, the mean of all heads (%(default)s)")
     parser.add_argument("--dim", type=int, default=16, help="length of the indexers' vectors (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=20, help="steps with dense attention (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="steps with sparse attention (%(default)s)")
     parser.add_argument("--every", type=int, default=10, help="steps between held-out losses (%(default)s)")
     parser.add_argument("--held-out", type=int, default=2, help="rows of held-out losses (%(default)s)")
-    parser.add_argument("--rows", type=int, default=128, help="drawn queries of a step and layer (%(default)s)")
+    parser.add_argument("--rows", type=int, default=256, help="drawn queries of a step and layer (%(default)s)")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate (%(default)s)")
     parser.add_argument("--lora", type=int, default=0, help="rank of LoRA in the sparse steps, 0 for none")
     parser.add_argument("--bf16", action="store_true", help="hold the model in bfloat16")
@@ -218,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, str, float]]:
     attends = add_indexers(model, args.keys, args.dim, args.rows)
     if args.load:
         attends.load_state_dict(torch.load(args.load, weights_only=True))
+        for each in attends:
+            each.keys = args.keys
     if args.file:
         tokens = encode(args.file.read_text(encoding="utf-8"))
         cut = len(tokens) // 10
@@ -227,12 +238,13 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, str, float]]:
     rows, held_out = (rows_of(tokens, args.context) for tokens in texts)
     rows = rows[torch.randperm(len(rows))]
     curve = train(model, attends, rows, held_out[: args.held_out], args)
+    share(model, attends, rows[-2:], args.keys)
     if args.save:
         torch.save(attends.state_dict(), args.save)
     if args.plot:
         plot(curve, args.plot)
     if args.judge:
-        judge(model, attends, Texts(encode, args.judge_texts), args.judge_tokens, args.judge)
+        judge(model, attends, rows[-2:], Texts(encode, args.judge_texts), args.judge_tokens, args.judge)
     return curve
 
 

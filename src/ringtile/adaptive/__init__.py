@@ -18,6 +18,7 @@ from ringtile.adaptive.choice import select as select
 from ringtile.adaptive.control import Controller as Controller
 from ringtile.adaptive.control import ControlReport as ControlReport
 from ringtile.adaptive.indexed import IndexedAttention as IndexedAttention
+from ringtile.adaptive.indexed import share_keys as share_keys
 from ringtile.adaptive.indexer import index_topk as index_topk
 from ringtile.adaptive.losses import index_loss as index_loss
 from ringtile.adaptive.scores import Antidiagonal as Antidiagonal

@@ -1,9 +1,13 @@
 """Attention over the keys that a small indexer, which learns from the layer's attention, chooses for each query."""
 
+import math
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ringtile.adaptive.indexer import index_topk
 from ringtile.adaptive.losses import index_loss
@@ -13,6 +17,9 @@ from ringtile.functional.attention import checked_tensors
 from ringtile.functional.cache import LayerCache
 from ringtile.patterns import Chosen, Pattern
 from ringtile.patterns.checks import check_positive
+
+_SCORES = 1 << 20
+"""Most scores of drawn queries at once: about ten tensors of them are alive."""
 
 
 class IndexedAttention(nn.Module):
@@ -31,7 +38,8 @@ class IndexedAttention(nn.Module):
     Args:
         num_heads: Number of query heads, H.
         head_dim: D.
-        keys: Number of keys of each query. In a causal model these are about ``2 * keys / N`` of the pairs of N tokens.
+        keys: Number of keys of each query, or a tuple with that of each key-value head, as `share_keys` sets it. In a
+            causal model these are about ``2 * keys / N`` of the pairs of N tokens. A ``state_dict`` holds them.
         num_kv_heads: Number of key heads, a divisor of ``num_heads``. Default: ``num_heads``.
         dim: Length of the indexer's vectors.
         first: Number of first keys among ``keys`` that are always kept.
@@ -56,7 +64,7 @@ class IndexedAttention(nn.Module):
         self,
         num_heads: int,
         head_dim: int,
-        keys: int = 256,
+        keys: int | tuple[int, ...] = 256,
         *,
         num_kv_heads: int | None = None,
         dim: int = 32,
@@ -72,11 +80,11 @@ class IndexedAttention(nn.Module):
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
         if dim > head_dim:
             raise ValueError(f"dim: expected at most {head_dim=}, got {dim}")
-        if min(first, local) < 0 or first + local >= keys:
-            raise ValueError(f"keys: expected more than first + local, got {keys=}, {first=}, {local=}")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.keys, self.first, self.local, self.rows, self.warm_up = keys, first, local, rows, False
+        self.first, self.local, self.rows, self.warm_up = first, local, rows, False
+        self.keys = keys
         self._loss: Tensor | None = None
+        self._measured: tuple[Tensor, Tensor] | None = None
         shared = num_heads // num_kv_heads
         maps = nn.init.orthogonal_(torch.empty(head_dim, dim, device=device)).repeat(num_kv_heads, 1, 1)
         self.of_query = nn.Parameter(maps.repeat(1, shared, 1) * (head_dim**-0.5 / shared))
@@ -86,6 +94,33 @@ class IndexedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_dim}, {self.keys}, num_kv_heads={self.num_kv_heads}"
+
+    @property
+    def keys(self) -> int | tuple[int, ...]:
+        """Number of keys of each query, the same for all key-value heads or one for each. It can change at any time."""
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: int | tuple[int, ...]) -> None:
+        each = keys if isinstance(keys, tuple) else (keys,) * self.num_kv_heads
+        first, local, heads = self.first, self.local, self.num_kv_heads
+        if min(first, local) < 0 or len(each) != heads or any(type(x) is not int or x <= first + local for x in each):
+            said = "an int, or a tuple with that of each key-value head, of more than first + local"
+            raise ValueError(f"keys: expected {said}, got {keys=} with {first=}, {local=}, num_kv_heads={heads}")
+        self._keys, self._keys_of_heads = keys, each
+
+    def get_extra_state(self) -> Tensor:
+        """Return the numbers of keys, for a ``state_dict``."""
+        return torch.tensor(self.keys, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Set the numbers of keys."""
+        self.keys = tuple(state.tolist()) if state.dim() else int(state)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *options: Any) -> None:
+        # Files of version 0.1.0 hold no numbers of keys.
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
+        super()._load_from_state_dict(state_dict, prefix, *options)
 
     @property
     def loss(self) -> Tensor:
@@ -130,6 +165,49 @@ class IndexedAttention(nn.Module):
         shared = query.to(self.of_query.dtype).unflatten(1, (self.num_kv_heads, -1))
         return shared.transpose(2, 3).flatten(3), key.to(self.of_key.dtype)
 
+    def _best(
+        self, query: Tensor, key: Tensor, n: int, rule: Pattern, key_mask: Tensor | None, start: Tensor | None = None
+    ) -> Tensor:
+        """Return the best keys of the indexer's queries besides the first ones: the latest, then by score."""
+        others = (torch.arange(key.shape[2], device=key.device) >= self.first).expand(len(key), -1)
+        others = others if key_mask is None else others & key_mask
+        how: dict[str, Any] = {"groups": key.shape[1], "pattern": rule, "key_mask": others, "start": start}
+        return index_topk(query, key, n, local=self.local, **how)
+
+    @torch.no_grad()
+    def _measure(
+        self, query: Tensor, key: Tensor, rule: Pattern, key_mask: Tensor | None, scale: float | None, *sums: Tensor
+    ) -> None:
+        """Add drawn queries to sums by count of keys: the lost attention of each head, the pairs of one, queries."""
+        n, total = sums
+        n_queries, n_keys, shared = query.shape[2], key.shape[2], self.num_heads // self.num_kv_heads
+        row = torch.randperm(n_queries, device=query.device)[: self.rows]
+        query, at = query[:, :, row], row + n_keys - n_queries
+        small_query, small_key = self.index(query, key)
+        dtype = torch.promote_types(small_key.dtype, torch.float32)
+        factor = self.head_dim**-0.5 if scale is None else scale
+        zero, j = torch.zeros((), dtype=torch.int64, device=row.device), torch.arange(n_keys, device=row.device)
+        chunks = torch.arange(len(row), device=row.device).split(max(1, _SCORES // (shared * n_keys)))
+        for b, part in product(range(len(query)), chunks):
+            of_row, mask = rule.batch_row(b), None if key_mask is None else key_mask[b : b + 1]
+            keep = of_row.allowed(zero, at[part, None], j).expand(len(part), n_keys)
+            keep = keep if mask is None else keep & mask
+            # A query is padded if its own key is.
+            real = keep.any(1) if mask is None or n_queries > n_keys else keep.any(1) & mask[0, at[part]]
+            part, keep = part[real], keep[real]
+            for head in range(self.num_kv_heads):
+                q, k = query[b, head * shared : (head + 1) * shared, part].to(dtype), key[b, head].to(dtype)
+                with torch.autocast(q.device.type, enabled=False):
+                    p = (q @ k.mT * factor).masked_fill_(~keep, -math.inf).softmax(2).mean(0)
+                of_head = small_query[b : b + 1, head : head + 1, part], small_key[b : b + 1, head : head + 1]
+                order = self._best(*of_head, n_keys, of_row, mask, at[part].unsqueeze(0))[0, 0].long()
+                p = p.gather(1, order.clamp(min=0)).masked_fill_(order < 0, 0)
+                # Summed from the end, since what many keys lose is no difference of numbers near 1.
+                lost = pad(p.flip(1).cumsum(1).flip(1), (0, 1))[:, (n - self.first).clamp(max=n_keys)]
+                total[head] += lost.sum(0).cpu()
+            total[-2] += torch.minimum(keep.sum(1, keepdim=True), n).sum(0).cpu()
+            total[-1] += len(part)
+
     def new_cache(self, rule: Pattern) -> LayerCache:
         """Return an empty cache for generation over the pairs of a rule. It holds all keys."""
         return _IndexedCache(self, rule)
@@ -161,21 +239,26 @@ class IndexedAttention(nn.Module):
                 f"{query.shape=} and {key.shape=}"
             )
         (rule,) = rules_of(sparse_attention, pattern, is_causal)
-        how: dict[str, Any] = {"groups": self.num_kv_heads, "pattern": rule, "key_mask": key_mask}
         n_queries, n_keys, indices = query.shape[2], key.shape[2], None
         learns = self.training and torch.is_grad_enabled()
-        if learns and not self.started:
+        if (learns or self._measured) and not self.started:
             self.start(query, key, scale)
-        if not self.warm_up and self.keys < n_keys:
+        if self._measured:
+            self._measure(query, key, rule, key_mask, scale, *self._measured)
+        elif not self.warm_up and min(self._keys_of_heads) < n_keys:
             with torch.no_grad():
-                found = index_topk(*self.index(query, key), self.keys - self.first, local=self.local, **how)
+                most = min(max(self._keys_of_heads), n_keys) - self.first
+                found = self._best(*self.index(query, key), most, rule, key_mask)
+                for head, count in enumerate(self._keys_of_heads):
+                    found[:, head, :, count - self.first :] = -1
                 first = torch.arange(self.first, dtype=found.dtype, device=found.device)
                 indices = torch.cat((first.expand(*found.shape[:3], -1), found), 3)
         if learns:
             row = torch.randperm(n_queries, device=query.device)[: self.rows]
             drawn, lists = query.detach()[:, :, row], None if indices is None else indices[:, :, row]
             start = (row + n_keys - n_queries).expand(len(query), -1)
-            how |= {"indices": lists, "start": start, "scale": scale}
+            how: dict[str, Any] = {"groups": self.num_kv_heads, "pattern": rule, "key_mask": key_mask, "scale": scale}
+            how |= {"indices": lists, "start": start}
             self._loss = index_loss(*self.index(drawn, key.detach()), drawn, key, **how)
         options |= {"key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
         return sparse_attention(query, key, value, rule if indices is None else Chosen(indices) & rule, **options)
@@ -195,3 +278,59 @@ class _IndexedCache(LayerCache):
         seen, mask = self._extended(query, key, value, key_mask)
         out: Tensor = self._compute(query, seen.key, seen.value, self.pattern, key_mask=mask, enable_gqa=True)
         return out
+
+
+def share_keys(attends: Iterable[IndexedAttention], keys: int, run: Callable[[], object]) -> None:
+    """Set the ``keys`` of indexers by need: as many pairs as with ``keys`` keys everywhere, where they lose the least.
+
+    Call it after training. ``run`` calls the model on text as long as what you serve. Meanwhile attention is dense, and
+    each module measures at drawn queries which part of the attention each number of its keys loses, the mean over the
+    query heads of a key-value head. Keys are shared out among all key-value heads so that the sum of the square roots
+    of the lost parts is least. Each gets between an eighth and four times ``keys``. Padded tokens do not count, and a
+    query counts no more keys than it may see. A module that did not learn yet starts here.
+
+    Raises ValueError if ``attends`` are no modules, if ``keys`` is not more than ``first + local``, or if ``run`` does
+    not call each module. Then all keep their keys.
+
+    >>> from ringtile import SparseTransformer
+    >>> attend = [IndexedAttention(4, 16, dim=8, first=2, local=8) for _ in range(2)]
+    >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend)
+    >>> share_keys(attend, 32, lambda: model(torch.randn(1, 200, 64)))
+    >>> len(attend[0].keys)
+    4
+    """
+    modules = list(attends)
+    if not modules or not all(isinstance(each, IndexedAttention) for each in modules):
+        raise ValueError(f"attends: expected IndexedAttention modules, got {modules}")
+    least = max(each.first + each.local for each in modules) + 1
+    if type(keys) is not int or keys < least:
+        raise ValueError(f"keys: expected more than first + local, at least {least}, got {keys!r}")
+    counts = sorted({max(least, round(keys * 2 ** (i / 4))) for i in range(-12, 9)})
+    found = [torch.zeros(each.num_kv_heads + 2, len(counts), dtype=torch.float64) for each in modules]
+    try:
+        for each, sums in zip(modules, found, strict=True):
+            each._measured = torch.tensor(counts, device=each.of_key.device), sums
+        with torch.no_grad():
+            run()
+    finally:
+        for each in modules:
+            each._measured = None
+    for number, sums in enumerate(found):
+        if not sums[-1, 0]:
+            raise ValueError(f"run: expected a call of each module with tokens, got none of attends[{number}]")
+    means = [sums / sums[-1] for sums in found]
+    roots = torch.cat([each[:-2] for each in means]).sqrt()
+    pairs = torch.cat([each[-2].expand(len(each) - 2, -1) for each in means])
+    level = torch.zeros(len(pairs), 1, dtype=torch.int64)
+    left = (pairs[:, counts.index(keys)] - pairs[:, 0]).sum()
+    while True:
+        # The step that gains the most per pair, however far it leads, of those that fit.
+        cost = pairs - pairs.gather(1, level)
+        gain = ((roots.gather(1, level) - roots) / cost).where((cost > 0) & (cost <= left), 0)
+        head, count = divmod(int(gain.argmax()), len(counts))
+        if gain[head, count] <= 0:
+            break
+        left -= cost[head, count]
+        level[head] = count
+    for each, levels in zip(modules, level.squeeze(1).split([each.num_kv_heads for each in modules]), strict=True):
+        each.keys = tuple(counts[i] for i in levels)

@@ -253,7 +253,7 @@ def test_what_fewer_keys_lose_is_measured_exactly(case: dict[str, Any], monkeypa
     monkeypatch.setattr(indexed, "_SCORES", 2 * 71 * 20)
     how = dict(case)
     q, k, v, _ = make_inputs(2, 4, how.pop("queries", 71), 71, kv_heads=2)
-    attend = trained(rows=90)
+    attend = trained(rows=24)
     attend.started.fill_(True)
     rule, mask, n_queries = how.get("pattern", Dense()), how.get("key_mask"), q.shape[2]
     rule = Causal() & rule if how.get("is_causal") else rule
@@ -263,6 +263,8 @@ def test_what_fewer_keys_lose_is_measured_exactly(case: dict[str, Any], monkeypa
     real = allowed[:, 0].any(2)
     if mask is not None and n_queries <= 71:
         real &= mask[:, 71 - n_queries :]
+    measured = [int((i + 0.5) * n_queries / 24) for i in range(24)]
+    real &= torch.isin(torch.arange(n_queries), torch.tensor(measured))
     sums = torch.zeros(4, len(COUNTS), dtype=torch.float64)
     attend._measured = torch.tensor(COUNTS), sums
     found = attend(q, k, v, enable_gqa=True, **how)

@@ -19,7 +19,7 @@ from ringtile.patterns import Chosen, Pattern
 from ringtile.patterns.checks import check_positive
 
 _SCORES = 1 << 20
-"""Most scores of drawn queries at once: about ten tensors of them are alive."""
+"""Most scores of measured queries at once: about ten tensors of them are alive."""
 
 
 class IndexedAttention(nn.Module):
@@ -44,7 +44,8 @@ class IndexedAttention(nn.Module):
         dim: Length of the indexer's vectors.
         first: Number of first keys among ``keys`` that are always kept.
         local: Number of latest keys among them that are always kept.
-        rows: Number of drawn queries of a call in training, whose exact attention the loss costs.
+        rows: Number of drawn queries of a call in training, whose exact attention the loss costs. `share_keys` measures
+            at as many.
         device: Device of the parameters, which are float32.
 
     Raises ValueError if an argument is out of range, or if a call's heads, head dim or pattern do not match.
@@ -178,10 +179,12 @@ class IndexedAttention(nn.Module):
     def _measure(
         self, query: Tensor, key: Tensor, rule: Pattern, key_mask: Tensor | None, scale: float | None, *sums: Tensor
     ) -> None:
-        """Add drawn queries to sums by count of keys: the lost attention of each head, the pairs of one, queries."""
+        """Add some queries to sums by count of keys: the lost attention of each head, the pairs of one, queries."""
         n, total = sums
         n_queries, n_keys, shared = query.shape[2], key.shape[2], self.num_heads // self.num_kv_heads
-        row = torch.randperm(n_queries, device=query.device)[: self.rows]
+        # Evenly spaced, and so the same in all layers: a draw would add its noise to their differences.
+        rows = min(self.rows, n_queries)
+        row = (2 * torch.arange(rows, device=query.device) + 1) * n_queries // (2 * rows)
         query, at = query[:, :, row], row + n_keys - n_queries
         small_query, small_key = self.index(query, key)
         dtype = torch.promote_types(small_key.dtype, torch.float32)
@@ -284,7 +287,7 @@ def share_keys(attends: Iterable[IndexedAttention], keys: int, run: Callable[[],
     """Set the ``keys`` of indexers by need: as many pairs as with ``keys`` keys everywhere, where they lose the least.
 
     Call it after training. ``run`` calls the model on text as long as what you serve. Meanwhile attention is dense, and
-    each module measures at drawn queries which part of the attention each number of its keys loses, the mean over the
+    each module measures at ``rows`` queries what part of the attention each number of keys loses, the mean over the
     query heads of a key-value head. Keys are shared out among all key-value heads so that the sum of the square roots
     of the lost parts is least. Each gets between an eighth and four times ``keys``. Padded tokens do not count, and a
     query counts no more keys than it may see. A module that did not learn yet starts here.

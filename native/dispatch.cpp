@@ -58,19 +58,20 @@ static Features features() {
     const unsigned avx2_c1 = bit_FMA | bit_OSXSAVE | bit_AVX | bit_F16C, avx2_b7 = bit_AVX2;
     const unsigned avx512_c1 = bit_MOVBE | bit_POPCNT;
     const unsigned avx512_b7 = bit_BMI | bit_BMI2 | bit_AVX512F | bit_AVX512CD | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
-    const unsigned lzcnt = 1u << 5, bfloat16_dots = 1u << 5, tiles = 1u << 24 | 1u << 22;
+    const unsigned lzcnt = 1u << 5, bfloat16_dots = 1u << 5, byte_dots = 1u << 11, tiles = 1u << 24 | 1u << 22;
     const unsigned saves_256 = 0x6, saves_512 = 0xe6, saves_tiles = 0x60000;
     Features found = {};
-    unsigned a, b, c, d, c1, b7, d7, a71 = 0, extended = 0, saved, high;
+    unsigned a, b, c, d, c1, b7, c7, d7, a71 = 0, extended = 0, saved, high;
     if (!__get_cpuid(1, &a, &b, &c1, &d) || (c1 & avx2_c1) != avx2_c1) return found;
-    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d7) || (b7 & avx2_b7) != avx2_b7) return found;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7) || (b7 & avx2_b7) != avx2_b7) return found;
     if (a >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
     __get_cpuid(0x80000001, &a, &b, &extended, &d);
     __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     found.avx2 = (saved & saves_256) == saves_256;
     found.avx512 = found.avx2 && (c1 & avx512_c1) == avx512_c1 && (b7 & avx512_b7) == avx512_b7 && (extended & lzcnt) &&
                    (saved & saves_512) == saves_512;
-    found.bfloat16_dots = found.avx512 && (a71 & bfloat16_dots);
+    // Every processor with dot products of bfloat16 has those of bytes.
+    found.bfloat16_dots = found.avx512 && (a71 & bfloat16_dots) && (c7 & byte_dots);
     found.tiles = found.bfloat16_dots && (d7 & tiles) == tiles;
     found.saves_tiles = (saved & saves_tiles) == saves_tiles;
     return found;
@@ -227,7 +228,8 @@ static constexpr Field fields[] = {
     BACKWARD(row_buffers) BACKWARD(shared_splits) BACKWARD(n_shared_splits) BACKWARD(added_grad)
     BACKWARD(added_grad_stride)
     MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
-    MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign) MASSES(keep)
+    MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign) MASSES(keep) MASSES(query_scale) MASSES(key_scale)
+    MASSES(key_sum)
     LISTS(indices) LISTS(indices_stride) LISTS(list_groups) LISTS(list_length) LISTS(limits) LISTS(limits_stride)
     LISTS(list_rows) LISTS(run) LISTS(item_runs) LISTS(first_run) LISTS(last_run) LISTS(union_entries)
     LISTS(union_bits) LISTS(union_length) LISTS(union_room) LISTS(union_cost) LISTS(chunk_keys) LISTS(weights)

@@ -4,6 +4,7 @@
 #include "chosen.h"
 #include "forward.h"
 #include "masses.h"
+#include "rounded.h"
 
 namespace ISA {
 
@@ -89,7 +90,11 @@ template <class P> int masses(const ringtile_call &call) {
     });
 }
 
-// Inline: a set whose lists another set computes compiles none of it.
+// Inline: a set that another one computes these for compiles none of it.
+inline int rounded_masses(const ringtile_call &call) {
+    return each_item<Plain<float, float>>(call, RoundedScratch::size(call), rounded_item);
+}
+
 inline int lists(const ringtile_call &call) {
     return each_item<Plain<float, float>>(call, ListScratch::size(call), list_item);
 }

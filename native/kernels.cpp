@@ -24,6 +24,7 @@ int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     return has_pairs(c) ? ISA::backward<ISA::PlainGradients<ISA::bfloat16, float, true>>(*c) : ringtile_backward_avx512(c);
 }
 int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
+    if (c->dtype == RINGTILE_INT8) return ISA::rounded_masses(*c);
     return has_pairs(c) ? ISA::masses<ISA::Bf16Pairs>(*c) : ringtile_masses_avx512(c);
 }
 int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
@@ -46,6 +47,7 @@ int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
 }
 int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
+    case RINGTILE_INT8: return ISA::rounded_masses(*c);
     case RINGTILE_FLOAT32: return ISA::masses<ISA::Plain<float, float>>(*c);
     case RINGTILE_BFLOAT16: return ISA::masses<ISA::Plain<ISA::bfloat16, float>>(*c);
     default: return ISA::masses<ISA::Plain<ISA::float16, float>>(*c);

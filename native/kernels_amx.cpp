@@ -49,7 +49,9 @@ int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     default: return ringtile_backward_avx512(c);
     }
 }
-int NAME(ringtile_masses_, ISA)(const ringtile_call *c) { return ringtile_masses_avx512(c); }
+int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
+    return c->dtype == RINGTILE_INT8 ? ISA::rounded_masses(*c) : ringtile_masses_avx512(c);
+}
 int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
 
 // Add A * B to C so many times, without leaving the registers.

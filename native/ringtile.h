@@ -7,15 +7,17 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 13
+#define RINGTILE_ABI 14
 
-// Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
+// FLOAT32_PARTS is float32 whose products may take a number as the sum of two bfloat16 numbers, in sets with tiles. INT8 is
+// for ringtile_masses alone.
 enum ringtile_dtype {
     RINGTILE_FLOAT32 = 0,
     RINGTILE_FLOAT64 = 1,
     RINGTILE_BFLOAT16 = 2,
     RINGTILE_FLOAT16 = 3,
-    RINGTILE_FLOAT32_PARTS = 4
+    RINGTILE_FLOAT32_PARTS = 4,
+    RINGTILE_INT8 = 5
 };
 
 // The rates that ringtile_peak measures, per second: floating-point operations, exponentials, bytes read.
@@ -144,6 +146,10 @@ typedef struct ringtile_call {
     // and Hkv. If by_sign is not 0, queries have half the head_dim, and relu(q) and relu(-q) meet the halves of a key.
     // There are no values: v is k, and value_dim 0. If keep is not null, it has the shape of out: a row sees only the
     // segments that its output row keeps, and pools their root mean square. Segments have at most 128 keys then.
+    // Numbers of INT8 have a head_dim that is a multiple of 4, contiguous keys, a scale for each query and key, [B, H, Nq]
+    // and [B, Hkv, Nk], in base 2 and with that of the products, and the sum of each key's numbers. A segment has the weight
+    // of its largest score, and output rows pool root mean squares. A key whose scale is not finite is a NaN. The bias is 0
+    // or -inf, by_sign 0 and keep null.
     struct {
         int64_t segment, n_pooled, pooled_step;
         const int64_t *seen;
@@ -151,6 +157,8 @@ typedef struct ringtile_call {
         const float *bias;
         int64_t bias_stride[2], pool_max, by_sign;
         const uint8_t *keep;
+        const float *query_scale, *key_scale;
+        const int32_t *key_sum;
     } masses;
 
     // ringtile_lists: int32 lists of entries for each query, [B, list_groups, n_queries, list_length], with a stride for B.

@@ -28,6 +28,7 @@ from ringtile.adaptive import (
     Probe,
     Recent,
     Refined,
+    Rounded,
     Scores,
     Shuffled,
     Sum,
@@ -151,6 +152,25 @@ def test_refined_scores_are_the_root_mean_squares_of_exact_rows_over_candidates(
     # Of tiles that are no candidates, the better ones by the first scores come first.
     rest = (base.tiles & ~candidates) & (first > 0)
     assert torch.equal(found.masked_fill(~rest, 0).argmax(3), first.masked_fill(~rest, 0).argmax(3))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_rounded_scores_are_the_root_mean_squares_of_all_rows_in_8_bits(rule: Pattern) -> None:
+    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32, score_scale=2.0)
+    base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.7
+    found = Rounded()(View(q, k, base, key_mask))
+    exact = base.leading is None
+    steps = [x if exact else (x / (unit := x.abs().amax(3, keepdim=True) * (1 / 127))).round() * unit for x in (q, k)]
+    rows = normalized(by_tile(weights_of(*steps, kept_pairs(base, q, k, key_mask=key_mask))))
+    of_tile = row_of(base)
+    for tile in range(base.n_rows):
+        own = rows[:, :, of_tile == tile]
+        counted = (own.sum(3) > 0).sum(2, keepdim=True).clamp(min=1)
+        expected = normalized((own.square().sum(2) / counted).sqrt())
+        assert torch.allclose(found[:, :, tile].double(), expected, atol=1e-6 if exact else 4e-3), tile
+    # Rounding costs less than it tells: the scores are near those of exact products.
+    candidates = Refined(Blend(), Density(1.0))(View(q, k, base, key_mask))
+    assert (found - candidates).abs().max() < 0.05
 
 
 def summary_logits(scores: Blend | Box | Means, q: Tensor, k: Tensor, key_mask: Tensor) -> Tensor:

@@ -146,6 +146,36 @@ def test_many_keys_and_few_rows() -> None:
     assert (found.sum(3) - 1).abs().max() < 1e-5
 
 
+def draw_rounded(number: int, dtype: torch.dtype) -> Case:
+    """Draw a problem of rounded queries and keys, with hidden keys."""
+    query, key, options = draw(number, dtype)
+    bias = options["bias"]
+    bias = None if bias is None else torch.zeros_like(bias).masked_fill(bias == -math.inf, -math.inf)
+    # Some rows and keys are far larger than others, so that units of their own matter.
+    generator = torch.Generator().manual_seed(number)
+    orders = (torch.randperm(x.shape[2], generator=generator) for x in (query, key))
+    query, key = (x * torch.logspace(-2, 0.5, x.shape[2])[order, None].to(dtype) for x, order in zip((query, key), orders, strict=True))
+    return Case(query, key[..., : query.shape[3]], options | {"bias": bias, "pool": "rms", "keep": None, "by_sign": False})
+
+
+def in_units(x: Tensor) -> Tensor:
+    """Round each vector to 127 steps of its largest number."""
+    unit = x.float().abs().amax(3, keepdim=True) * (1 / 127)
+    return (x.float() / unit.clamp(min=1e-37)).round().double() * unit.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounded_masses_are_those_of_rounded_queries_and_keys(dtype: torch.dtype, path: str) -> None:
+    # The kernel's exponentials are rough.
+    bound = 2e-3 if path == "native" and dtype != torch.float64 else 2e-6
+    for number in range(24):
+        query, key, options = draw_rounded(number, dtype)
+        found = pooled_masses(query, key, rounded=True, **options)
+        expected = plain(in_units(query), in_units(key), **options)
+        assert (found.double() - expected).abs().max() < bound, (number, query.shape, key.shape, options)
+        assert not found[expected == 0].any()
+
+
 @pytest.mark.parametrize("path", ["native"], indirect=True)
 def test_bits_depend_neither_on_threads_nor_on_strides(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how rows are cut into calls."""
@@ -159,9 +189,12 @@ def test_bits_depend_neither_on_threads_nor_on_strides(path: str, monkeypatch: p
             monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e4 if threads == 2 else 2e10)
             strided = torch.nn.functional.pad(key, (3, 2), value=math.nan)[..., 3:-2] if threads == 3 else key
             found[threads] = pooled_masses(query.clone() if threads == 3 else query, strided, **options)
+            q, k, more = draw_rounded(number, DTYPES[number % 4])
+            found[-threads] = pooled_masses(q, k, rounded=True, **more)
         torch.set_num_threads(before)
         for threads in (2, 3):
             assert torch.equal(found[threads], found[1]), (path, number, threads)
+            assert torch.equal(found[-threads], found[-1]), (path, number, threads)
 
 
 @pytest.mark.parametrize("path", ["native"], indirect=True)
@@ -172,22 +205,25 @@ def test_the_instruction_sets_that_are_not_chosen(name: str, path: str, monkeypa
     use_set(name, monkeypatch)
     for dtype in DTYPES:
         test_masses_are_those_of_the_definition(dtype)
+        test_rounded_masses_are_those_of_rounded_queries_and_keys(dtype, path)
 
 
 HIDE: dict[str, Any] = {"segment": 4, "groups": torch.arange(0, 21, 4, dtype=torch.int32)}
 
 
-def kept_by(pool: str) -> Tensor | None:
-    """The segments that rows keep: all but one in three, and always the third, which has the NaN of a test."""
-    return torch.arange(100).view(1, 2, 5, 10) % 10 % 3 != 1 if pool == "rms" else None
+def kept_by(pool: str) -> dict[str, Any]:
+    """The options of a pool, with the segments that rows keep: all but one in three, but always the third."""
+    if pool == "rounded":
+        return {"pool": "rms", "rounded": True}
+    return {"pool": pool, "keep": torch.arange(100).view(1, 2, 5, 10) % 10 % 3 != 1 if pool == "rms" else None}
 
 
-@pytest.mark.parametrize("pool", ["mean", "max", "rms"])
+@pytest.mark.parametrize("pool", ["mean", "max", "rms", "rounded"])
 def test_a_nan_that_a_row_does_not_see_never_reaches_it(pool: str) -> None:
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
     bias = torch.zeros(1, 1, 40)
     bias[..., 3::5] = -math.inf
-    options = {**HIDE, "seen": torch.arange(1, 21), "pool": pool, "keep": kept_by(pool)}
+    options = {**HIDE, "seen": torch.arange(1, 21), **kept_by(pool)}
     hidden = pooled_masses(query, key, bias=bias, **options)
     poisoned = key.clone()
     poisoned[:, :, 3::5] = math.nan
@@ -197,20 +233,20 @@ def test_a_nan_that_a_row_does_not_see_never_reaches_it(pool: str) -> None:
     torch.testing.assert_close(pooled_masses(query, poisoned, bias=bias, **options), hidden, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pool", ["mean", "max", "rms"])
+@pytest.mark.parametrize("pool", ["mean", "max", "rms", "rounded"])
 def test_a_row_that_sees_a_nan_does_not_count(pool: str) -> None:
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
-    seen, keep = torch.arange(1, 21), kept_by(pool)
+    seen, how = torch.arange(1, 21), kept_by(pool)
     poisoned = key.clone()
     poisoned[0, 0, 9, 3] = math.nan
-    found = pooled_masses(query, poisoned, **HIDE, seen=seen, pool=pool, keep=keep)
-    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen < 10, 0), pool=pool, keep=keep)
+    found = pooled_masses(query, poisoned, **HIDE, seen=seen, **how)
+    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen < 10, 0), **how)
     torch.testing.assert_close(found, blind, rtol=0, atol=0)
     assert found[:, :, :3].any(3).all()
     assert not found[:, :, 3:].any()
     query[0, 1, 4] = math.nan
-    found = pooled_masses(query, key, **HIDE, seen=seen, pool=pool, keep=keep)
-    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen != 5, 0), pool=pool, keep=keep)
+    found = pooled_masses(query, key, **HIDE, seen=seen, **how)
+    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen != 5, 0), **how)
     torch.testing.assert_close(found[:, 1], blind[:, 1], rtol=0, atol=0)
     assert found.isfinite().all()
 
@@ -294,6 +330,8 @@ FINE: dict[str, Any] = {
         (Q, K, {"pool": "rms", "keep": KEEP[:, :2]}, r"^keep: expected bool \[2, 4, 2, 8\]"),
         (Q, K, {"pool": "rms", "keep": KEEP.int()}, "^keep: expected bool"),
         (Q, K, {"pool": "rms", "keep": KEEP[..., :1], "segment": 129}, "at most 128 keys"),
+        (Q, K, {"rounded": True}, "^rounded: "),
+        (Q, K, {"rounded": True, "pool": "rms", "keep": KEEP}, "^rounded: "),
     ],
 )
 def test_what_does_not_fit_is_refused(query: Tensor, key: Tensor, changes: dict[str, Any], message: str) -> None:

@@ -18,6 +18,7 @@ from ringtile.adaptive import (
     Probe,
     Recent,
     Refined,
+    Rounded,
     Scores,
     Shuffled,
     Sum,
@@ -59,6 +60,7 @@ RANDOM = "random"
 _BY_NAME: dict[str, Scores] = {
     DEFAULT: DEFAULT_SCORES,
     REFINED: Sum(Probe(4), Blend()),
+    "rounded": Rounded(),
     "probe": Probe(),
     "blend": Blend(),
     "first row": Probe("first"),

@@ -712,6 +712,70 @@ static int check_masses(int isa, int number) {
     return failed;
 }
 
+// Masses of rounded queries and keys, of exact allocations: a read past the last key is one past a tensor.
+static int check_rounded(int isa, int number) {
+    static const int widths[] = {4, 8, 36, 64}, lengths[] = {1, 3, 8, 16, 40, 128};
+    ringtile_call c = {0};
+    const int64_t ratio = 1 + draw(2);
+    c.isa = isa, c.dtype = RINGTILE_INT8, c.threads = 1 + (int)draw(2), c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2);
+    c.heads = c.kv_heads * ratio, c.n_queries = 1 + draw(100), c.n_keys = 1 + draw(200), c.head_dim = widths[draw(4)];
+    c.masses.segment = lengths[draw(6)], c.masses.n_pooled = 1 + draw(9), c.masses.pooled_step = 1 + draw(3);
+    const int64_t n_segments = (c.n_keys + c.masses.segment - 1) / c.masses.segment, count = c.batch * c.heads * c.masses.n_pooled * n_segments;
+    const int64_t rows = c.batch * c.heads * c.n_queries, keys = c.batch * c.kv_heads * c.n_keys;
+    int8_t *q = allocate(rows * c.head_dim, 1), *k = allocate(keys * c.head_dim, 1);
+    float *query_scale = allocate(rows, 4), *key_scale = allocate(keys, 4), *bias = allocate(c.batch * c.n_keys, 4);
+    int32_t *sum = allocate(keys, 4), *begin = allocate(c.masses.n_pooled + 1, 4);
+    int64_t *seen = allocate(c.n_queries, 8);
+    for (int64_t i = 0; i < rows * c.head_dim; i++) q[i] = (int8_t)((int)draw(255) - 127);
+    for (int64_t i = 0; i < rows; i++) query_scale[i] = 1e-3f * (float)draw(4);
+    for (int64_t i = 0; i < keys; i++) {
+        sum[i] = 0, key_scale[i] = draw(40) ? 0.01f * (float)(1 + draw(9)) : INFINITY;
+        for (int64_t d = 0; d < c.head_dim; d++) sum[i] += k[i * c.head_dim + d] = (int8_t)((int)draw(255) - 127);
+    }
+    for (int64_t i = 0; i < c.batch * c.n_keys; i++) bias[i] = draw(3) ? 0 : -INFINITY;
+    for (int64_t m = 0; m < c.n_queries; m++) seen[m] = number % 2 ? m * c.n_keys / c.n_queries : (int64_t)draw((uint32_t)c.n_keys + 4) - 2;
+    for (int64_t r = 0; r <= c.masses.n_pooled; r++) begin[r] = (int32_t)(r * c.n_queries / c.masses.n_pooled);
+    c.q = q, c.k = k, c.v = k;
+    c.q_stride[2] = c.k_stride[2] = c.head_dim, c.q_stride[1] = c.n_queries * c.head_dim, c.k_stride[1] = c.n_keys * c.head_dim;
+    c.q_stride[0] = c.heads * c.q_stride[1], c.k_stride[0] = c.kv_heads * c.k_stride[1];
+    const int has_bias = (int)draw(2);
+    c.masses.bias = has_bias ? bias : NULL, c.masses.bias_stride[0] = c.n_keys, c.masses.seen = seen, c.masses.pool_begin = begin;
+    c.masses.query_scale = query_scale, c.masses.key_scale = key_scale, c.masses.key_sum = sum;
+    c.index.group = memset(allocate(1, 4), 0, 4), c.out = allocate(count, 4);
+    c.work.last_item = c.batch * c.heads * ((c.masses.n_pooled + c.masses.pooled_step - 1) / c.masses.pooled_step);
+    int failed = ringtile_masses(&c);
+    double *wanted = memset(allocate(count, 8), 0, count * 8), *found = allocate(count, 8), *weight = allocate(n_segments, 8);
+    double *score = allocate(c.n_keys, 8);
+    for (int64_t at = 0; at < count; at++) found[at] = ((float *)c.out)[at];
+    for (int64_t row = 0; row < c.batch * c.heads * c.masses.n_pooled; row++) {
+        const int64_t r = row % c.masses.n_pooled, h = row / c.masses.n_pooled % c.heads, b = row / c.masses.n_pooled / c.heads;
+        double counted = 0, *masses = wanted + row * n_segments;
+        for (int64_t m = begin[r]; m < begin[r + 1]; m++) {
+            double top = -INFINITY, total = 0;
+            const int64_t query = (b * c.heads + h) * c.n_queries + m, first = (b * c.kv_heads + h / ratio) * c.n_keys;
+            memset(weight, 0, n_segments * 8);
+            for (int64_t j = 0; j < c.n_keys && j < seen[m]; j++) {
+                double product = 0;
+                for (int64_t d = 0; d < c.head_dim; d++) product += q[query * c.head_dim + d] * k[(first + j) * c.head_dim + d];
+                score[j] = isinf(key_scale[first + j]) ? INFINITY : product * key_scale[first + j] * query_scale[query];
+                if (has_bias && isinf(bias[b * c.n_keys + j])) score[j] = -INFINITY;
+                top = fmax(top, score[j]);
+            }
+            for (int64_t j = 0; j < c.n_keys && j < seen[m] && !isinf(top); j++)
+                weight[j / c.masses.segment] += exp2(score[j] - top), total += exp2(score[j] - top);
+            counted += total > 0;
+            for (int64_t s = 0; s < n_segments && total > 0; s++) masses[s] += weight[s] / total * weight[s] / total;
+        }
+        for (int64_t s = 0; s < n_segments && counted > 0; s++) masses[s] = sqrt(masses[s] / counted);
+    }
+    failed |= wrong("rounded masses", found, wanted, count, 4e-3);
+    if (failed)
+        printf("%s rounded %d: H %d / %d, %d queries, %d keys, D %d, segment %d, %d rows\n", ringtile_isa_name(isa), number,
+               (int)c.heads, (int)c.kv_heads, (int)c.n_queries, (int)c.n_keys, (int)c.head_dim, (int)c.masses.segment, (int)c.masses.n_pooled);
+    while (n_allocations) free(allocations[--n_allocations]);
+    return failed;
+}
+
 // Lists of keys per query, over problems of their own: empty lists, tails, limits that cut blocks, tokens that are NaN
 // where no query keeps them, and queries whose weights wait in windows.
 static int check_lists(int isa, int number) {
@@ -1010,7 +1074,7 @@ int main(int argc, char **argv) {
         failures += wrong_bits(isa);
         for (int number = 0; number < cases; number++) {
             seed(number, argc > 2 ? strtoull(argv[2], NULL, 10) : 0);
-            failures += run(isa, number) + check_masses(isa, number) + check_lists(isa, number);
+            failures += run(isa, number) + check_masses(isa, number) + check_rounded(isa, number) + check_lists(isa, number);
         }
         printf("%s: %d cases, %d wrong\n", ringtile_isa_name(isa), cases, failures - before);
     }

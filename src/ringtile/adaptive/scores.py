@@ -268,6 +268,19 @@ class Sum(Scores):
 
 
 @dataclass(frozen=True)
+class Rounded(Scores):
+    """Attention of all rows, of queries and keys that are rounded to 8 bits, as the root mean square of a tile's rows.
+
+    It finds a key that one row wants, which a mean over the rows hides. On processors with products of bytes (AVX512-VNNI)
+    it costs a third to a half of dense attention, and about as much as that elsewhere. Over pairs that do not lead, such as
+    those of a window, it is exact.
+    """
+
+    def __call__(self, view: View) -> Tensor:
+        return view.normalized(view.rounded_masses())
+
+
+@dataclass(frozen=True)
 class Refined(Scores):
     """Exact attention of all rows over the best tiles by other scores, as the root mean square of the rows of a tile.
 

@@ -113,6 +113,16 @@ class View:
             found.append(weights.sum(3) / (weights.sum(4) > 0).sum(3, keepdim=True).clamp(min=1))
         return torch.cat(found, 2)
 
+    def rounded_masses(self) -> Tensor:
+        """Return the `root_mean_squares` of all tiles of the index, of queries and keys that are rounded to 8 bits."""
+        base = self.base
+        if base.leading is None:
+            return self.root_mean_squares(base.tiles.expand(*self.query.shape[:2], -1, -1))
+        first, last = self.rows_of_tiles
+        groups = torch.cat((first, last[-1:])).int()
+        options: Any = {"seen": base.leading, "groups": groups, "pool": "rms", "rounded": True, "bias": self._hidden}
+        return pooled_masses(self.query, self.key, segment=base.block, scale=self.scale, **options)
+
     def root_mean_squares(self, keep: Tensor) -> Tensor:
         """Return the root mean squares of the weights that the queries of a row tile give to the tiles that it keeps.
 

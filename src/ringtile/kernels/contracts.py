@@ -117,6 +117,7 @@ class Masses(NamedTuple):
     segment: int
     pool: str
     by_sign: bool
+    rounded: bool
     scale: float
 
 
@@ -299,3 +300,12 @@ def new_out(q: Tensor, head_dim: int) -> Tensor:
 def as_new_out(out: Tensor) -> Tensor:
     """Return an output in the layout of `new_out`, without a copy if it has that layout."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def eighths(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return int8 numbers, a multiple of 4 of them per row, and float32 scales: x times a factor is their product."""
+    x = x.float() if x.shape[3] % 4 == 0 else torch.nn.functional.pad(x.float(), (0, -x.shape[3] % 4))
+    scale = torch.maximum(x.amax(3), -x.amin(3)).mul_(1 / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    # A NaN or an infinity becomes some number, and its scale tells.
+    numbers = (x / scale.unsqueeze(3)).nan_to_num_(0).round_()
+    return (numbers if factor >= 0 else numbers.neg_()).to(torch.int8), scale.mul_(abs(factor))

@@ -61,6 +61,7 @@ own model, data and draws. Accuracy counts above chance. Bits per byte count as 
   query: *its tiles* counts them, and time follows.
 * `refined` chooses by the exact attention of all rows among three times as many tiles, which equal parts of `Probe(4)`
   and `blend` find.
+* `rounded` is `Rounded()`: attention of all rows over all tiles, of queries and keys of 8 bits.
 * `default` is three parts of `Probe(4)` and one of `blend`, and `probe` is `Probe(2)`, see `select`, which also keeps
   the first tile and the one before a row's own. The models that are trained here do without, so that all rows of a
   table spend the same tiles.

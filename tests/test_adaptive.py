@@ -61,6 +61,7 @@ ALL: list[Scores] = [
     Sum(Probe(), Blend()),
     Sum(Probe("first"), Recent()),
     Refined(Probe(1), Density(0.4)),
+    Rounded(),
 ]
 INFORMED = [scores for scores in ALL if not isinstance(scores, Recent | Shuffled)]
 SAFE = [scores for scores in ALL if scores.causal_safe]

@@ -154,8 +154,13 @@ def draw_rounded(number: int, dtype: torch.dtype) -> Case:
     # Some rows and keys are far larger than others, so that units of their own matter.
     generator = torch.Generator().manual_seed(number)
     orders = (torch.randperm(x.shape[2], generator=generator) for x in (query, key))
-    query, key = (x * torch.logspace(-2, 0.5, x.shape[2])[order, None].to(dtype) for x, order in zip((query, key), orders, strict=True))
-    return Case(query, key[..., : query.shape[3]], options | {"bias": bias, "pool": "rms", "keep": None, "by_sign": False})
+    query, key = (
+        x * torch.logspace(-2, 0.5, x.shape[2])[order, None].to(dtype)
+        for x, order in zip((query, key), orders, strict=True)
+    )
+    return Case(
+        query, key[..., : query.shape[3]], options | {"bias": bias, "pool": "rms", "keep": None, "by_sign": False}
+    )
 
 
 def in_units(x: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ def pooled_masses(
             of a group see only the segments that it keeps, and their weights sum to 1 over these. Segments have at most
             128 keys then.
         by_sign: True if the keys have width 2 D: the halves are multiplied with ``relu(query)`` and ``relu(-query)``.
-        rounded: True to round each query and key to whole numbers up to 127, in units of its own. ``pool`` is "rms", there
-            is no ``keep``, and a bias only hides keys. Weights are within 0.4%.
+        rounded: True to round each query and key to whole numbers up to 127, in units of its own. ``pool`` is "rms",
+            there is no ``keep``, and a bias only hides keys. Weights are within 0.4%.
         scale: Factor for the scores. Default: ``D ** -0.5``.
 
     Returns:

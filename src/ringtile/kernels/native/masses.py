@@ -24,7 +24,8 @@ def supports(query: Tensor, key: Tensor) -> bool:
 def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tuple[int, int]]]) -> Tensor:
     """Return the masses. ``ranges`` cuts a number of items into calls of bounded length."""
     query, key, seen, groups, bias, keep, segment, pool, by_sign, rounded, scale = masses
-    of_dtype, dtype, scales = query.dtype, DTYPES.get(query.dtype, 0), ()
+    of_dtype, dtype = query.dtype, DTYPES.get(query.dtype, 0)
+    scales: tuple[Tensor, ...] = ()
     if rounded:
         (query, of_query), (key, of_key) = eighths(query, scale * math.log2(math.e)), eighths(key)
         # The set for bfloat16 has products of bytes, too.
@@ -50,7 +51,7 @@ def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tu
     if keep is not None:
         keep = keep.contiguous()
         c.keep = keep.data_ptr()
-    for name, x in zip(("query_scale", "key_scale", "key_sum"), scales):
+    for name, x in zip(("query_scale", "key_scale", "key_sum"), scales, strict=False):
         setattr(c, name, x.data_ptr())
     c.scale, c.segment, c.pool_max, c.by_sign = scale, segment, pool == "max", by_sign
     # Whole groups, about a strip of rows, and enough items for all threads. No bit depends on it.

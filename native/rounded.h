@@ -187,8 +187,9 @@ SHARED void weigh_strip(const ringtile_call &c, const Head &head, const StripQue
             }
             if (sizeof(Part) == 1 && count == BATCH) batch.keys = (const Part *)rows.row(key), batch.stride = rows.step;
             else
-                for (int k = 0; k < count; k++)
-                    for (int64_t d = 0; d < width; d++) to.keys[k * width + d] = (Part)rows.row(key + k)[d];
+                // Zeros in place of keys that are missing: sums of anything else could overflow.
+                for (int k = 0; k < BATCH; k++)
+                    for (int64_t d = 0; d < width; d++) to.keys[k * width + d] = k < count ? (Part)rows.row(key + k)[d] : Part();
             if (plain) weigh<true>(to, queries, batch, entry);
             else weigh<false>(to, queries, batch, entry);
         }

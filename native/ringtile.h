@@ -147,8 +147,8 @@ typedef struct ringtile_call {
     // There are no values: v is k, and value_dim 0. If keep is not null, it has the shape of out: a row sees only the
     // segments that its output row keeps, and pools their root mean square. Segments have at most 128 keys then.
     // Numbers of INT8 have a head_dim that is a multiple of 4, contiguous keys, a scale for each query and key, [B, H, Nq]
-    // and [B, Hkv, Nk], in base 2 and with that of the products, and the sum of each key's numbers. A segment has the weight
-    // of its largest score, and output rows pool root mean squares. A key whose scale is not finite is a NaN. The bias is 0
+    // and [B, Hkv, Nk], in base 2 and with that of the products, and the sum of each key's numbers. Output rows pool root
+    // mean squares. A key whose scale is not finite is a NaN. The bias is 0
     // or -inf, by_sign 0 and keep null.
     struct {
         int64_t segment, n_pooled, pooled_step;

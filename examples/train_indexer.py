@@ -105,7 +105,7 @@ def train(
             each.train().warm_up = True
         model(rows[-1:], use_cache=False, logits_to_keep=1)
     for step in range(args.warm_up + args.steps + 1):
-        sparse = step >= args.warm_up
+        sparse = step >= args.warm_up and args.steps > 0
         for each in attends:
             each.train().warm_up = not sparse
         model.train(sparse and bool(args.lora))
@@ -118,7 +118,7 @@ def train(
                     model(row[None], use_cache=False, logits_to_keep=1)
                     found += mean_loss(attends).item() / len(held_out)
             note(step, "held out, chosen keys" if sparse else "held out", found)
-            if step == args.warm_up:
+            if sparse and step == args.warm_up:
                 # The losses over all keys and over the chosen ones are different numbers.
                 best = math.inf, {}
             if found < best[0]:

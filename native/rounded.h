@@ -9,7 +9,7 @@ constexpr int PIECE = 16;  // queries of an output row that are computed togethe
 constexpr int PIECES = VECTOR_BYTES == 64 ? 2 : 1;
 constexpr int STRIP = PIECES * PIECE;  // queries that read a key together, in the lanes of STRIP_VECTORS
 constexpr int STRIP_VECTORS = STRIP / Lanes<float>::count;
-constexpr int BATCH = VECTOR_BYTES == 64 ? 8 : 4;          // keys of them
+constexpr int BATCH = VECTOR_BYTES == 64 ? 8 : 4;  // keys whose products stay in registers
 
 // Products of words: of WORD_DIMS dims of a key with those of each query of a strip. All are sums of integers below 2^24
 // for a head_dim up to 1024, so float32 holds them, too.

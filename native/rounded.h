@@ -90,6 +90,8 @@ struct RoundedScratch {
         queries = (Word *)(references + entries(c) * STRIP);
         counted = (int64_t *)(queries + words * STRIP);
         keys = (Part *)(counted + c.masses.pooled_step);
+        // Lanes without a query are multiplied, too: sums of anything else could overflow.
+        for (int64_t i = 0; i < words * STRIP; i++) queries[i] = Word();
     }
 };
 
@@ -137,12 +139,12 @@ SHARED void weigh(const RoundedScratch &to, const StripQueries &queries, const K
     }
     for (int n = 0; n < STRIP_VECTORS; n++) {
         const Vec<float> factors = load(queries.factors + n * L);
+        Ints<float> limits;
+        for (int l = 0; l < L; l++) limits[l] = queries.seen[n * L + l];
         Vec<float> scores[BATCH];
         for (int k = 0; k < BATCH; k++) {
             scores[k] = __builtin_convertvector(products[k][n], Vec<float>) * batch.scale[k];
             if (!PLAIN) {
-                Ints<float> limits;
-                for (int l = 0; l < L; l++) limits[l] = queries.seen[n * L + l];
                 // A key with a NaN or an infinity: queries that see it become 0.
                 if (!is_finite(batch.scale[k])) scores[k] = splat<float>(infinity<float>());
                 if (batch.bias && batch.bias[k] == low) scores[k] = splat<float>(low);

@@ -161,7 +161,7 @@ def test_rounded_scores_are_the_root_mean_squares_of_all_rows_in_8_bits(rule: Pa
     base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.7
     found = Rounded()(View(q, k, base, key_mask))
     exact = base.leading is None
-    steps = [x if exact else (x / (unit := x.abs().amax(3, keepdim=True) * (1 / 127))).round() * unit for x in (q, k)]
+    steps = [x if exact else (x / (unit := x.abs().amax(3, keepdim=True) / 127)).round() * unit for x in (q, k)]
     rows = normalized(by_tile(weights_of(*steps, kept_pairs(base, q, k, key_mask=key_mask))))
     of_tile = row_of(base)
     for tile in range(base.n_rows):

@@ -165,7 +165,7 @@ def draw_rounded(number: int, dtype: torch.dtype) -> Case:
 
 def in_units(x: Tensor) -> Tensor:
     """Round each vector to 127 steps of its largest number."""
-    unit = x.float().abs().amax(3, keepdim=True) * (1 / 127)
+    unit = x.float().abs().amax(3, keepdim=True) / 127
     return (x.float() / unit.clamp(min=1e-37)).round().double() * unit.double()
 
 

@@ -302,10 +302,11 @@ def as_new_out(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def eighths(x: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return int8 numbers, a multiple of 4 of them per row, and float32 scales: x times a factor is their product."""
-    x = x.float() if x.shape[3] % 4 == 0 else torch.nn.functional.pad(x.float(), (0, -x.shape[3] % 4))
-    scale = torch.maximum(x.amax(3), -x.amin(3)).mul_(1 / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    # A NaN or an infinity becomes some number, and its scale tells.
-    numbers = (x / scale.unsqueeze(3)).nan_to_num_(0).round_()
-    return (numbers if factor >= 0 else numbers.neg_()).to(torch.int8), scale.mul_(abs(factor))
+def in_bytes(x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return int8 numbers ``[..., D]`` and float32 units ``[..., 1]``, whose product is x times a scale, rounded."""
+    x = x.float()
+    unit = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).div_(127)
+    unit.clamp_(min=torch.finfo(torch.float32).tiny)
+    # A NaN or an infinity becomes some number, and its unit tells.
+    numbers = (x / unit).nan_to_num_(0).round_()
+    return (numbers if scale >= 0 else numbers.neg_()).to(torch.int8), unit.mul_(abs(scale))

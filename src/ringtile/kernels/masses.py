@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Masses, check_memory, eighths
+from ringtile.kernels.contracts import Masses, check_memory, in_bytes
 from ringtile.kernels.operators import library, register, schema
 from ringtile.kernels.select import native_masses
 
@@ -126,7 +126,7 @@ def _pooled_masses(*arguments: Any) -> Tensor:
     if found is not None:
         return found
     with torch.autocast(masses.query.device.type, enabled=False):
-        return _composed_rounded(masses) if masses.rounded else _composed(masses)
+        return _composed(masses)
 
 
 register("pooled_masses", _pooled_masses, _fake)
@@ -134,7 +134,9 @@ register("pooled_masses", _pooled_masses, _fake)
 
 def _composed(masses: Masses) -> Tensor:
     """Return the masses by PyTorch's own operations, for any device and dtype."""
-    query, key, seen, groups, bias, keep, segment, pool, by_sign, _, scale = masses
+    query, key, seen, groups, bias, keep, segment, pool, by_sign, rounded, scale = masses
+    if rounded:
+        query, key = (x * unit for x, unit in (in_bytes(query), in_bytes(key)))
     wide = torch.promote_types(query.dtype, torch.float32)
     (batch, heads, _, _), (_, key_heads, n_keys, _) = query.shape, key.shape
     tiles, ends = -(-n_keys // segment), groups.tolist()
@@ -168,38 +170,12 @@ def _composed(masses: Masses) -> Tensor:
         counted = total > 0
         shares = torch.where(counted, weights / total, 0).flatten(1, 2)
         counted = counted.expand(-1, -1, shares.shape[1] // key_heads, -1, -1).flatten(1, 2)
-        pooled = _pool(shares.square() if keep is not None else shares, lengths, pool)
+        pooled = _pool(shares.square() if pool == "rms" else shares, lengths, pool)
         if pool != "max":
             pooled = pooled / _pool(counted.to(wide), lengths, pool).clamp(min=1)
-        out[:, :, first:last] = pooled.sqrt() if keep is not None else pooled
+        out[:, :, first:last] = pooled.sqrt() if pool == "rms" else pooled
         first = last
     return out
-
-
-def _composed_rounded(masses: Masses) -> Tensor:
-    """Return the masses of rounded queries and keys by PyTorch's own operations."""
-    (batch, heads, rows, _), (_, key_heads, n_keys, _) = masses.query.shape, masses.key.shape
-    (query, query_scale), (key, key_scale) = eighths(masses.query, masses.scale), eighths(masses.key)
-    query, key = query.float().unflatten(1, (key_heads, -1)), key.float().unsqueeze(2).mT
-    numbers, lengths = torch.arange(n_keys, device=key.device), masses.groups.diff().long()
-    hidden = torch.zeros((), dtype=torch.bool, device=key.device) if masses.bias is None else masses.bias == -math.inf
-    hidden = hidden if masses.bias is None else hidden[:, :, None, None]
-    tiles = -(-n_keys // masses.segment)
-    weights = query.new_zeros((batch, heads, rows, tiles))
-    of_part = max(1, _SCORES // max(batch * heads * n_keys, 1))
-    for first in range(0, rows, of_part):
-        part = slice(first, first + of_part)
-        # Sums of products of 8 bits are whole numbers, which float32 holds.
-        factors = query_scale[:, :, part].unflatten(1, (key_heads, -1)).unsqueeze(4)
-        scores = query[:, :, :, part] @ key * (factors * key_scale[:, :, None, None])
-        scores.masked_fill_(hidden | (numbers >= masses.seen[part].unsqueeze(1)), -math.inf)
-        # Infinities less infinities are NaN: rows that see no key, or a NaN.
-        shares = scores.sub_(scores.amax(4, keepdim=True)).exp_().flatten(1, 2)
-        shares = torch.nn.functional.pad(shares, (0, tiles * masses.segment - n_keys)).unflatten(3, (tiles, -1)).sum(4)
-        weights[:, :, part] = shares / shares.sum(3, keepdim=True)
-    weights = weights[:, :, int(masses.groups[0]) : int(masses.groups[-1])].nan_to_num_(0)
-    counted = _pool((weights.sum(3, keepdim=True) > 0).float(), lengths, "sum").clamp(min=1)
-    return (_pool(weights.square_(), lengths, "sum") / counted).sqrt_()
 
 
 def _pool(x: Tensor, lengths: Tensor, pool: str) -> Tensor:

@@ -5,6 +5,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ringtile.kernels.contracts import in_bytes
+
 Rounding = Literal["bfloat16", "int8"]
 _DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 _SCALE_BYTES = torch.float32.itemsize
@@ -15,8 +17,8 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return keys or values ``[..., D]`` as pages hold them. Int8 has a scale for each token and head behind it."""
     if dtype != torch.int8:
         return x.to(dtype)
-    scale = (x.abs().amax(-1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.cat(((x / scale).round().to(dtype), scale.view(dtype)), -1)
+    numbers, scale = in_bytes(x)
+    return torch.cat((numbers, scale.view(dtype)), -1)
 
 
 def restored(held: Tensor, dtype: torch.dtype) -> Tensor:

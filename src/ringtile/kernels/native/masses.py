@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Masses, eighths, with_contiguous_rows
+from ringtile.kernels.contracts import Masses, in_bytes, with_contiguous_rows
 from ringtile.kernels.native.checks import DTYPES
 from ringtile.kernels.native.library import library
 
@@ -14,6 +14,7 @@ _STRIP = 128
 """Rows that a thread computes together."""
 _ITEMS_A_THREAD = 8
 _INT8 = 5
+"""``RINGTILE_INT8`` of native/ringtile.h."""
 
 
 def supports(query: Tensor, key: Tensor) -> bool:
@@ -24,12 +25,15 @@ def supports(query: Tensor, key: Tensor) -> bool:
 def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tuple[int, int]]]) -> Tensor:
     """Return the masses. ``ranges`` cuts a number of items into calls of bounded length."""
     query, key, seen, groups, bias, keep, segment, pool, by_sign, rounded, scale = masses
-    of_dtype, dtype = query.dtype, DTYPES.get(query.dtype, 0)
-    scales: tuple[Tensor, ...] = ()
+    dtype, number, of_bytes = query.dtype, DTYPES[query.dtype], {}
     if rounded:
-        (query, of_query), (key, of_key) = eighths(query, scale * math.log2(math.e)), eighths(key)
+        (query, of_query), (key, of_key) = in_bytes(query, scale * math.log2(math.e)), in_bytes(key)
+        # The kernel reads four dims at once.
+        query, key = (torch.nn.functional.pad(x, (0, -x.shape[3] % 4)) for x in (query, key))
+        sums = key.sum(3, dtype=torch.int32)
+        of_bytes = {"query_scale": of_query, "key_scale": of_key, "key_sum": sums}
         # The set for bfloat16 has products of bytes, too.
-        of_dtype, dtype, scales = torch.bfloat16, _INT8, (of_query, of_key, key.sum(3, dtype=torch.int32))
+        dtype, number = torch.bfloat16, _INT8
     query, key = with_contiguous_rows(query), with_contiguous_rows(key)
     (batch, heads, rows, _), pooled = query.shape, len(groups) - 1
     segment = min(segment, max(key.shape[2], 1))
@@ -39,7 +43,7 @@ def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tu
     one_group = torch.zeros(1, dtype=torch.int32)
     seen, groups = seen.contiguous(), groups.contiguous()
     c = library().structure()
-    c.dtype, c.isa, c.threads = dtype, library().choice.by_dtype[of_dtype].number, threads
+    c.dtype, c.isa, c.threads = number, library().choice.by_dtype[dtype].number, threads
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = batch, heads, rows, *key.shape[1:]
     for name, x in (("q", query), ("k", key), ("v", key)):
         c.place(name, x)
@@ -51,7 +55,8 @@ def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tu
     if keep is not None:
         keep = keep.contiguous()
         c.keep = keep.data_ptr()
-    for name, x in zip(("query_scale", "key_scale", "key_sum"), scales, strict=False):
+    of_bytes = {name: x.contiguous() for name, x in of_bytes.items()}
+    for name, x in of_bytes.items():
         setattr(c, name, x.data_ptr())
     c.scale, c.segment, c.pool_max, c.by_sign = scale, segment, pool == "max", by_sign
     # Whole groups, about a strip of rows, and enough items for all threads. No bit depends on it.

@@ -13,7 +13,7 @@ struct Segments {
 
     INLINE explicit Segments(const ringtile_call &c)
         : length(c.masses.segment),
-          keys(length > MAX_BLOCK || c.masses.keep ? length : MAX_BLOCK / length * length),
+          keys(length > MAX_BLOCK ? length : MAX_BLOCK / length * length),
           slots((c.n_keys + keys - 1) / keys) {}
 
     // The number of segments that the first `n` keys touch.
@@ -202,52 +202,6 @@ SHARED void pool_group(const ringtile_call &c, int64_t count, const float *sums,
     }
 }
 
-// Rows that are computed together if each output row keeps segments of its own: few, so that few output rows share them.
-constexpr int KEPT_LANES = 16;
-
-// The output rows that own some lanes, and the segments that one of them keeps.
-struct KeptRows {
-    int count, of_lane[KEPT_LANES];  // -1 for a lane without a row
-    int64_t rows[KEPT_LANES];
-    const uint8_t *keep[KEPT_LANES];
-
-    KeptRows(const uint8_t *keep_of_head, const int64_t *owner, int64_t width) : count(0), of_lane(), rows(), keep() {
-        for (int lane = 0; lane < KEPT_LANES; lane++) {
-            if (owner[lane] >= 0 && (!count || rows[count - 1] != owner[lane]))
-                rows[count] = owner[lane], keep[count++] = keep_of_head + owner[lane] * width;
-            of_lane[lane] = owner[lane] < 0 ? -1 : count - 1;
-        }
-    }
-    // The first segment from `segment` on that one of the rows keeps, or `limit`.
-    SHARED int64_t next(int64_t segment, int64_t limit) const {
-        for (; segment < limit; segment++)
-            for (int i = 0; i < count; i++)
-                if (keep[i][segment]) return segment;
-        return limit;
-    }
-};
-
-// Add the squares of lanes to the output rows that own them, at the segments that these rows keep. The sums are those of
-// the segments that one of the rows keeps, in their order.
-SHARED void square_lanes(const KeptRows &kept, const float *sums, const Vec<float> *share, int vectors, int64_t limit, int64_t width,
-                         float *out) {
-    constexpr int L = Lanes<float>::count;
-    for (int64_t at = kept.next(0, limit); at < limit; at = kept.next(at + 1, limit)) {
-        float mass[KEPT_LANES];
-        for (int n = 0; n < vectors; n++) {
-            const Vec<float> x = share[n] == 0 ? Vec<float>{} : load(sums + n * L) * share[n];
-            store(mass + n * L, x * x);
-        }
-        for (int i = 0, lane = 0; i < kept.count; i++) {
-            // One chain of sums, however an output row is cut.
-            float sum = out[kept.rows[i] * width + at];
-            for (; lane < vectors * L && kept.of_lane[lane] == i; lane++) sum += mass[lane];
-            if (kept.keep[i][at]) out[kept.rows[i] * width + at] = sum;
-        }
-        sums += GROUP<float>;
-    }
-}
-
 // What each row of a strip sees, and the bias of a tile of keys.
 struct SeenKeys {
     int32_t seen[MAX_BLOCK];
@@ -273,68 +227,22 @@ struct SeenKeys {
     }
 };
 
-// Lanes of a strip from `lane` on, over the segments that the output rows keep that own them. Each row by itself would sum
-// the same weights: what it does not keep adds zeros.
+// The rows [first, first + count) of a head, pooled into the rows of `out` that own them. Return by `empty` which of them
+// are 0.
 template <class P>
-void mass_kept(const ringtile_call &c, const Head &head, P &products, SeenKeys &keys, int lane, int vectors,
-               const int64_t *owner, const uint8_t *keep, float *out, MassScratch<P> &to, bool *empty) {
-    constexpr int L = Lanes<float>::count;
-    const Segments segments(c);
-    const int64_t width = segments.before(c.n_keys);
-    const KeptRows kept(keep, owner, width);
-    int32_t least = keys.seen[lane], most = 0, shown[KEPT_LANES];
-    for (int l = 0; l < vectors * L; l++) {
-        to.highest[l] = -infinity<float>();
-        if (owner[l] >= 0) least = (int32_t)min(least, keys.seen[lane + l]);
-        most = (int32_t)max(most, keys.seen[lane + l]);
-    }
-    int64_t found = 0;
-    const int64_t limit = segments.before(most);
-    for (int64_t slot = kept.next(0, limit); slot < limit; slot = kept.next(slot + 1, limit)) {
-        const int64_t key = slot * segments.keys;
-        const KeyTile tile = keys.tile(key, min(segments.keys, most - key), false);
-        for (int l = 0; l < vectors * L && kept.count > 1; l++)
-            shown[l] = kept.of_lane[l] >= 0 && kept.keep[kept.of_lane[l]][slot] ? keys.seen[lane + l] : 0;
-        products.load_tile(head, {key, 0, tile.count, 0}, nullptr);
-        products.scores(vectors, 0, 0, tile.count, to.scores);
-        const int32_t *limits = kept.count > 1 ? shown : keys.seen + lane;
-        const bool masked = tile.bias || least < key + tile.count || kept.count > 1;
-        with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
-            add_tile<decltype(n)::value>(to.scores, tile, limits, keys.base, masked, segments.length, to.highest,
-                                         to.maxima_of(c, 0) + found * GROUP<float>, to.sums_of(0) + found * GROUP<float>);
-        });
-        found++;
-    }
-    Vec<float> share[NR];
-    for (int n = 0; n < vectors; n++) {
-        share[n] = share_of(segments, found, to.highest + n * L, to.maxima_of(c, 0) + n * L, to.sums_of(0) + n * L, keys.base);
-        for (int l = 0; l < L; l++) empty[n * L + l] = share[n][l] == 0;
-    }
-    square_lanes(kept, to.sums_of(0), share, vectors, limit, width, out);
-}
-
-// The rows [first, first + count) of a head, pooled into the rows of `out` that own them, over the segments that `keep`
-// has for these. Return by `empty` which of them are 0.
-template <class P>
-void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int count, const int64_t *owner,
-                const uint8_t *keep, float *out, MassScratch<P> &to, bool *empty) {
+void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int count, const int64_t *owner, float *out,
+                MassScratch<P> &to, bool *empty) {
     constexpr int L = Lanes<float>::count;
     const Segments segments(c);
     const Side tokens = {first, 0, count, 0};
-    const int end = (count + L - 1) / L * L, step = keep ? KEPT_LANES : MAX_BLOCK;
+    const int end = (count + L - 1) / L * L;
     P products(c, to.products);
     SeenKeys keys(c, head, first, count, end);
     const auto rows = strip_rows<typename P::Element>(c, head, tokens, to.halves);
-    for (int lane = 0; lane < end; lane += step) {
-        {
-            Packing packing(c);
-            products.pack(rows, tokens, lane, (int)min(lane + step, end), sign_of<float>(c));
-        }
-        if (keep)
-            mass_kept<P>(c, head, products, keys, lane, (int)min(KEPT_LANES / L, (end - lane) / L), owner + lane, keep, out, to,
-                         empty + lane);
+    {
+        Packing packing(c);
+        products.pack(rows, tokens, 0, end, sign_of<float>(c));
     }
-    if (keep) return;
     const int32_t *seen = keys.seen;
     int32_t least[MAX_BLOCK / L], most[MAX_BLOCK / L], limit = 0;
     for (int lane = 0; lane < end; lane++) {
@@ -385,7 +293,6 @@ template <class P> void mass_item(const ringtile_call &c, int64_t item, float *m
     const Head head(c, item % heads);
     MassScratch<P> to(c, memory);
     float *out = (float *)c.out + head.number * c.masses.n_pooled * width;
-    const uint8_t *keep = c.masses.keep ? c.masses.keep + head.number * c.masses.n_pooled * width : nullptr;
     for (int64_t i = first * width; i < last * width; i++) out[i] = 0;
     int64_t row = first, counted = 0;
     for (int64_t strip = c.masses.pool_begin[first], end = c.masses.pool_begin[last]; strip < end; strip += MAX_BLOCK) {
@@ -396,16 +303,13 @@ template <class P> void mass_item(const ringtile_call &c, int64_t item, float *m
             while (lane < count && c.masses.pool_begin[at + 1] <= strip + lane) at++;
             owner[lane] = lane < count ? at : -1;
         }
-        mass_strip<P>(c, head, strip, count, owner, keep, out, to, empty);
+        mass_strip<P>(c, head, strip, count, owner, out, to, empty);
         // Divide the sums of the groups that end in this strip.
         for (int lane = 0; lane < count; lane++) {
             if (owner[lane] != row) row = owner[lane], counted = 0;
             counted += !empty[lane];
-            if (c.masses.pool_max || counted < (keep ? 1 : 2) || c.masses.pool_begin[row + 1] != strip + lane + 1) continue;
-            for (int64_t i = row * width; i < (row + 1) * width; i++) {
-                out[i] /= (float)counted;
-                if (keep) out[i] = __builtin_sqrtf(out[i]);
-            }
+            if (c.masses.pool_max || counted < 2 || c.masses.pool_begin[row + 1] != strip + lane + 1) continue;
+            for (int64_t i = row * width; i < (row + 1) * width; i++) out[i] /= (float)counted;
         }
     }
 }

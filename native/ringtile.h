@@ -144,19 +144,17 @@ typedef struct ringtile_call {
     // seen[m]. Output row r pools the queries from pool_begin[r] to pool_begin[r + 1] - 1, by their maximum if pool_max is
     // not 0, by their mean otherwise. An item is pooled_step output rows of a head. The bias of scores has strides for B
     // and Hkv. If by_sign is not 0, queries have half the head_dim, and relu(q) and relu(-q) meet the halves of a key.
-    // There are no values: v is k, and value_dim 0. If keep is not null, it has the shape of out: a row sees only the
-    // segments that its output row keeps, and pools their root mean square. Segments have at most 128 keys then.
+    // There are no values: v is k, and value_dim 0.
     // Numbers of INT8 have a head_dim that is a multiple of 4, contiguous keys, a scale for each query and key, [B, H, Nq]
     // and [B, Hkv, Nk], in base 2 and with that of the products, and the sum of each key's numbers. Output rows pool root
     // mean squares. A key whose scale is not finite is a NaN. The bias is 0
-    // or -inf, by_sign 0 and keep null.
+    // or -inf, and by_sign 0.
     struct {
         int64_t segment, n_pooled, pooled_step;
         const int64_t *seen;
         const int32_t *pool_begin;
         const float *bias;
         int64_t bias_stride[2], pool_max, by_sign;
-        const uint8_t *keep;
         const float *query_scale, *key_scale;
         const int32_t *key_sum;
     } masses;

@@ -58,12 +58,7 @@ def draw(number: int, dtype: torch.dtype) -> Case:
     if rng.random() < 0.6:
         bias = torch.randn(batch, rng.choice((1, key_heads)), n_keys, generator=generator)
         bias[torch.rand(bias.shape, generator=generator) < 0.3] = -math.inf
-    pool, segment = rng.choice(("mean", "max", "rms")), rng.choice((1, 3, 16, 64, 128, 200))
-    keep = None
-    if pool == "rms":
-        segment = min(segment, 128)
-        shape = (batch, key_heads * ratio, len(ends) - 1, -(-n_keys // segment))
-        keep = torch.rand(shape, generator=generator) < rng.choice((0.1, 0.5))
+    pool, segment = rng.choice(("mean", "max")), rng.choice((1, 3, 16, 64, 128, 200))
     return Case(
         query,
         key,
@@ -73,7 +68,6 @@ def draw(number: int, dtype: torch.dtype) -> Case:
             "groups": torch.tensor(ends, dtype=torch.int32),
             "pool": pool,
             "bias": bias,
-            "keep": keep,
             "by_sign": by_sign,
             "scale": rng.choice((None, 0.7, -0.3, 0.0)),
         },
@@ -89,7 +83,6 @@ def plain(
     groups: Tensor,
     pool: str = "mean",
     bias: Tensor | None = None,
-    keep: Tensor | None = None,
     by_sign: bool = False,
     scale: float | None = None,
 ) -> Tensor:
@@ -103,10 +96,6 @@ def plain(
     if bias is not None:
         scores = scores + bias.double().repeat_interleave(query.shape[1] // bias.shape[1], 1).unsqueeze(2)
     scores = scores.masked_fill(torch.arange(key.shape[2]) >= seen[:, None], -math.inf)
-    for row, (first, last) in enumerate(zip(groups.tolist(), groups.tolist()[1:], strict=False)):
-        if keep is not None:
-            hidden = ~keep[:, :, row, None].repeat_interleave(segment, 3)[..., : key.shape[2]]
-            scores[:, :, first:last] = scores[:, :, first:last].masked_fill(hidden, -math.inf)
     weights = scores.softmax(3).masked_fill((scores == -math.inf).all(3, keepdim=True), 0)
     masses = torch.stack([part.sum(3) for part in weights.split(segment, 3)], 3)
     out = []
@@ -159,7 +148,7 @@ def draw_rounded(number: int, dtype: torch.dtype) -> Case:
         for x, order in zip((query, key), orders, strict=True)
     )
     return Case(
-        query, key[..., : query.shape[3]], options | {"bias": bias, "pool": "rms", "keep": None, "by_sign": False}
+        query, key[..., : query.shape[3]], options | {"bias": bias, "pool": "rms", "by_sign": False}
     )
 
 
@@ -175,7 +164,7 @@ def test_rounded_masses_are_those_of_rounded_queries_and_keys(dtype: torch.dtype
     bound = 2e-3 if path == "native" and dtype != torch.float64 else 2e-6
     for number in range(24):
         query, key, options = draw_rounded(number, dtype)
-        found = pooled_masses(query, key, rounded=True, **options)
+        found = pooled_masses(query, key, **options)
         expected = plain(in_units(query), in_units(key), **options)
         assert (found.double() - expected).abs().max() < bound, (number, query.shape, key.shape, options)
         assert not found[expected == 0].any()
@@ -195,7 +184,7 @@ def test_bits_depend_neither_on_threads_nor_on_strides(path: str, monkeypatch: p
             strided = torch.nn.functional.pad(key, (3, 2), value=math.nan)[..., 3:-2] if threads == 3 else key
             found[threads] = pooled_masses(query.clone() if threads == 3 else query, strided, **options)
             q, k, more = draw_rounded(number, DTYPES[number % 4])
-            found[-threads] = pooled_masses(q, k, rounded=True, **more)
+            found[-threads] = pooled_masses(q, k, **more)
         torch.set_num_threads(before)
         for threads in (2, 3):
             assert torch.equal(found[threads], found[1]), (path, number, threads)
@@ -216,42 +205,33 @@ def test_the_instruction_sets_that_are_not_chosen(name: str, path: str, monkeypa
 HIDE: dict[str, Any] = {"segment": 4, "groups": torch.arange(0, 21, 4, dtype=torch.int32)}
 
 
-def kept_by(pool: str) -> dict[str, Any]:
-    """The options of a pool, with the segments that rows keep: all but one in three, but always the third."""
-    if pool == "rounded":
-        return {"pool": "rms", "rounded": True}
-    return {"pool": pool, "keep": torch.arange(100).view(1, 2, 5, 10) % 10 % 3 != 1 if pool == "rms" else None}
-
-
-@pytest.mark.parametrize("pool", ["mean", "max", "rms", "rounded"])
+@pytest.mark.parametrize("pool", ["mean", "max", "rms"])
 def test_a_nan_that_a_row_does_not_see_never_reaches_it(pool: str) -> None:
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
     bias = torch.zeros(1, 1, 40)
     bias[..., 3::5] = -math.inf
-    options = {**HIDE, "seen": torch.arange(1, 21), **kept_by(pool)}
+    options = {**HIDE, "seen": torch.arange(1, 21), "pool": pool}
     hidden = pooled_masses(query, key, bias=bias, **options)
     poisoned = key.clone()
     poisoned[:, :, 3::5] = math.nan
     poisoned[:, :, 20:] = math.nan
-    if pool == "rms":
-        poisoned[:, :, 4:8] = math.nan
     torch.testing.assert_close(pooled_masses(query, poisoned, bias=bias, **options), hidden, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pool", ["mean", "max", "rms", "rounded"])
+@pytest.mark.parametrize("pool", ["mean", "max", "rms"])
 def test_a_row_that_sees_a_nan_does_not_count(pool: str) -> None:
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
-    seen, how = torch.arange(1, 21), kept_by(pool)
+    seen = torch.arange(1, 21)
     poisoned = key.clone()
     poisoned[0, 0, 9, 3] = math.nan
-    found = pooled_masses(query, poisoned, **HIDE, seen=seen, **how)
-    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen < 10, 0), **how)
+    found = pooled_masses(query, poisoned, **HIDE, seen=seen, pool=pool)
+    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen < 10, 0), pool=pool)
     torch.testing.assert_close(found, blind, rtol=0, atol=0)
     assert found[:, :, :3].any(3).all()
     assert not found[:, :, 3:].any()
     query[0, 1, 4] = math.nan
-    found = pooled_masses(query, key, **HIDE, seen=seen, **how)
-    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen != 5, 0), **how)
+    found = pooled_masses(query, key, **HIDE, seen=seen, pool=pool)
+    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen != 5, 0), pool=pool)
     torch.testing.assert_close(found[:, 1], blind[:, 1], rtol=0, atol=0)
     assert found.isfinite().all()
 
@@ -301,7 +281,6 @@ def test_one_operator_in_a_graph() -> None:
 
 
 Q, K = torch.zeros(2, 4, 10, 16), torch.zeros(2, 2, 30, 16)
-KEEP = torch.ones(2, 4, 2, 8, dtype=torch.bool)
 FINE: dict[str, Any] = {
     "segment": 4,
     "seen": torch.ones(10, dtype=torch.int64),
@@ -321,6 +300,7 @@ FINE: dict[str, Any] = {
         (Q, K, {"by_sign": True}, "K, 32"),
         (Q, K, {"segment": 0}, "^segment: "),
         (Q, K, {"pool": "sum"}, "^pool: "),
+        (Q, torch.zeros(2, 2, 30, 32), {"pool": "rms", "by_sign": True}, "^by_sign: "),
         (Q, K, {"seen": torch.ones(9, dtype=torch.int64)}, "^seen: "),
         (Q, K, {"seen": torch.ones(10)}, "^seen: "),
         (Q, K, {"groups": torch.tensor([0, 4, 10])}, "^groups: "),
@@ -331,12 +311,6 @@ FINE: dict[str, Any] = {
         (Q, K, {"bias": torch.zeros(2, 4, 30)}, "^bias: "),
         (Q, K, {"bias": torch.zeros(2, 1, 30).double()}, "^bias: "),
         (Q, K, {"pool": "rms"}, "^keep: expected one"),
-        (Q, K, {"keep": KEEP}, "^keep: expected one"),
-        (Q, K, {"pool": "rms", "keep": KEEP[:, :2]}, r"^keep: expected bool \[2, 4, 2, 8\]"),
-        (Q, K, {"pool": "rms", "keep": KEEP.int()}, "^keep: expected bool"),
-        (Q, K, {"pool": "rms", "keep": KEEP[..., :1], "segment": 129}, "at most 128 keys"),
-        (Q, K, {"rounded": True}, "^rounded: "),
-        (Q, K, {"rounded": True, "pool": "rms", "keep": KEEP}, "^rounded: "),
     ],
 )
 def test_what_does_not_fit_is_refused(query: Tensor, key: Tensor, changes: dict[str, Any], message: str) -> None:

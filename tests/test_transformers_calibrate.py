@@ -98,30 +98,6 @@ def test_weights_and_thresholds_are_those_of_the_models_own_heads(model: LlamaFo
         assert sum(realized) / 3 == pytest.approx(density, abs=0.003)
 
 
-def test_low_densities_have_weights_and_thresholds_by_refined_scores(model: LlamaForCausalLM, ids: Tensor) -> None:
-    found = calibrate(model, ids, rows=48)
-    layers = [Kept() for _ in range(3)]
-    use_ringtile(model, attend=layers)
-    with torch.no_grad():
-        model(ids)
-    rows, weights = audited_rows(far_repeat(ids[0]), 48, 0)
-    facts = []
-    for number, (layer, scores) in enumerate(zip(layers, found.candidates(), strict=True)):
-        query, key, value = layer.kept
-        view = Choice().view(query, key, is_causal=True, scale=16**-0.5)
-        output = output_weight(model, number)
-        facts.append(head_facts(view, value, scores, rows, weights=weights, output=output))
-        assert isinstance(scores, Refined)
-        assert scores.candidates == Threshold(tuple(found.threshold(0.15) / x for x in found.weights[number]))
-    assert found.refined(facts) == found
-    # The number of a gain, which is a root, and that of a score with the same rank have weights of one meaning.
-    weights = torch.cat(head_weights(facts)).sqrt()
-    torch.testing.assert_close(torch.tensor(found.fine_weights).flatten(), weights)
-    assert found.fine_thresholds != found.thresholds
-    # Refined scores see later tokens, so causal-safe ones are left as they are.
-    assert calibrate(model, ids, rows=48, scores=Probe("first")).fine_weights == ()
-
-
 def test_a_stored_calibration_attends_as_before(model: LlamaForCausalLM, ids: Tensor, tmp_path: Path) -> None:
     found = calibrate(model, ids, rows=48)
     found.save(tmp_path / "calibration.json")

@@ -638,10 +638,9 @@ static int check_masses(int isa, int number) {
     const int64_t ratio = 1 + draw(2), width = widths[draw(6)];
     c.isa = isa, c.dtype = types[number % 3], c.threads = 1 + (int)draw(2), c.masses.by_sign = (int)draw(2);
     c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2), c.heads = c.kv_heads * ratio;
-    const int has_keep = !draw(3);
-    c.masses.pool_max = has_keep ? 0 : (int)draw(2);
+    c.masses.pool_max = (int)draw(2);
     c.n_queries = 1 + draw(300), c.n_keys = 1 + draw(400), c.head_dim = width * (1 + c.masses.by_sign);
-    c.masses.segment = lengths[draw(has_keep ? 5 : 6)], c.masses.n_pooled = 1 + draw(9), c.masses.pooled_step = 1 + draw(3), c.options.scale = scales[draw(3)];
+    c.masses.segment = lengths[draw(6)], c.masses.n_pooled = 1 + draw(9), c.masses.pooled_step = 1 + draw(3), c.options.scale = scales[draw(3)];
     if (c.masses.segment > c.n_keys) c.masses.segment = c.n_keys;
     const int64_t n_segments = (c.n_keys + c.masses.segment - 1) / c.masses.segment, count = c.batch * c.heads * c.masses.n_pooled * n_segments;
     tensor q = new_tensor(c.dtype, c.batch, c.heads, c.n_queries, width, 1);
@@ -655,9 +654,6 @@ static int check_masses(int isa, int number) {
     int32_t *begin = allocate(c.masses.n_pooled + 1, 4);
     for (int64_t r = 0; r <= c.masses.n_pooled; r++) begin[r] = (int32_t)(r * c.n_queries / c.masses.n_pooled);
     if (c.masses.n_pooled > 2 && draw(2)) begin[1] = begin[2];
-    uint8_t *keep = allocate(count, 1);
-    for (int64_t at = 0; at < count; at++) keep[at] = !draw(3);
-    c.masses.keep = has_keep ? keep : NULL;
     float *bias = allocate(c.batch * c.n_keys, 4);
     const int has_bias = (int)draw(2);
     for (int64_t i = 0; i < c.batch * c.n_keys; i++) bias[i] = draw(4) ? (float)normal() : -INFINITY;
@@ -677,7 +673,6 @@ static int check_masses(int isa, int number) {
     for (int64_t row = 0; row < c.batch * c.heads * c.masses.n_pooled; row++) {
         const int64_t r = row % c.masses.n_pooled, h = row / c.masses.n_pooled % c.heads, b = row / c.masses.n_pooled / c.heads;
         double counted = 0, *masses = wanted + row * n_segments;
-        const uint8_t *kept = keep + row * n_segments;
         for (int64_t m = begin[r]; m < begin[r + 1]; m++) {
             double top = -INFINITY, total = 0;
             const double *query = row_of(&q, b, h, m);
@@ -688,7 +683,6 @@ static int check_masses(int isa, int number) {
                     weight[j] += c.options.scale * (c.masses.by_sign ? fmax(query[d], 0) * key[d] + fmax(-query[d], 0) * key[width + d]
                                                       : query[d] * key[d]);
                 if (has_bias && isinf(bias[b * c.n_keys + j])) weight[j] = -INFINITY;
-                if (has_keep && !kept[j / c.masses.segment]) weight[j] = -INFINITY;
                 top = fmax(top, weight[j]);
             }
             for (int64_t j = 0; j < c.n_keys && j < seen[m] && !isinf(top); j++) total += exp(weight[j] - top);
@@ -697,11 +691,11 @@ static int check_masses(int isa, int number) {
                 double mass = 0;
                 for (int64_t j = s * c.masses.segment; j < (s + 1) * c.masses.segment && j < c.n_keys && j < seen[m]; j++)
                     mass += exp(weight[j] - top) / total;
-                masses[s] = c.masses.pool_max ? fmax(masses[s], mass) : masses[s] + (has_keep ? mass * mass : mass);
+                masses[s] = c.masses.pool_max ? fmax(masses[s], mass) : masses[s] + mass;
             }
         }
         for (int64_t s = 0; s < n_segments && !c.masses.pool_max && counted > 0; s++)
-            masses[s] = has_keep ? sqrt(masses[s] / counted) : masses[s] / counted;
+            masses[s] /= counted;
     }
     failed |= wrong("masses", found, wanted, count, 2e-5);
     if (failed)

@@ -6,7 +6,7 @@ import bisect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive import scores as _scores
-from ringtile.adaptive.budgets import Density, Gain, Threshold, gains_of
+from ringtile.adaptive.budgets import Density, Gain, gains_of
 from ringtile.adaptive.choice import forced_tiles
 from ringtile.adaptive.control import Controller
-from ringtile.adaptive.scores import Refined, Scores
+from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.adaptive.view import View, tiles_at_once
 
@@ -28,11 +28,7 @@ _DENSITY = Density(0.07)
 """The budget at which heads are compared."""
 _WEIGHTS = 0.2, 6.0
 """The least and the largest squared weight of a head, in units of the mean."""
-FINE = 0.1
-"""Tile densities up to this one are chosen by `Refined` scores, which cost more than they gain above it."""
-_CANDIDATES = 0.15
-"""Tile density of their candidates."""
-_FORMAT = 4
+_FORMAT = 5
 
 
 class HeadFacts(NamedTuple):
@@ -43,7 +39,7 @@ class HeadFacts(NamedTuple):
     error: Tensor
     """float64 ``[H]``: the mean squared error of the layer's output by it, over its mean square."""
     scores: Tensor
-    """float32 ``[H, n]``: the scores of the tiles that are allowed and not forced, or gains (`Gain`) if `Refined`."""
+    """float32 ``[H, n]``: the gains (`Gain`) of the tiles that are allowed and not forced."""
     allowed: int
     """Number of tiles that each head may keep."""
 
@@ -115,8 +111,7 @@ def head_facts(
         else:
             norm += (outs.transpose(1, 2).flatten(2) @ output.double().mT).square().sum(2).mean(0) @ weight
     free = (allowed & ~forced).any(0).any(0)
-    ranks = gains_of(found, allowed, forced) if isinstance(scores, Refined) else found.masked_fill(~allowed, 0)
-    listed = ranks[:, :, free].mean(0)
+    listed = gains_of(found, allowed, forced)[:, :, free].mean(0)
     return HeadFacts(missed, error / norm.clamp(min=1e-30), listed, int(allowed[0, 0].sum()))
 
 
@@ -128,9 +123,10 @@ def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:
     return list(weights.split([len(layer.missed) for layer in layers]))
 
 
-def _ranked(layers: Sequence[HeadFacts], power: float = 1.0) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
+def _ranked(layers: Sequence[HeadFacts]) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
     """Return the weights of all heads, and the number for each density of `GRID`."""
-    weights = [each**power for each in head_weights(layers)]
+    # A gain is a root, so its weight is one, too.
+    weights = [each.sqrt() for each in head_weights(layers)]
     scored = [
         (layer.scores * each.unsqueeze(1).to(layer.scores.device)).flatten().cpu()
         for layer, each in zip(layers, weights, strict=True)
@@ -138,7 +134,7 @@ def _ranked(layers: Sequence[HeadFacts], power: float = 1.0) -> tuple[tuple[tupl
     descending = torch.cat(scored).sort(descending=True).values
     tiles = sum(layer.allowed * len(layer.missed) for layer in layers)
     forced = tiles - len(descending)
-    # Of 1000 tiles, 200 of them forced, a density of 0.3 keeps the 100 others with the highest scores.
+    # Of 1000 tiles, 200 of them forced, a density of 0.3 keeps the 100 others with the highest gains.
     places = [round(density * tiles) - forced - 1 for density in GRID]
     numbers = [math.inf if place < 0 else float(descending[place]) for place in places[:-1]]
     return tuple(tuple(each.tolist()) for each in weights), (*numbers, 0.0)
@@ -158,10 +154,8 @@ def _interpolated(thresholds: Sequence[float], density: float) -> float:
 class Calibration:
     """The weights of all heads of a model, and the thresholds of tile densities. It is stored as JSON.
 
-    A tile is kept if its score, times the weight of its head, is at least one number for the whole model. So heads and
-    rows get as many tiles as they need, and nothing is counted in a call.
-
-    At tile densities up to 0.1, the `Gain` of `Refined` scores chooses among such candidates, with numbers of its own.
+    A tile is kept if its gain (`Gain`), times the weight of its head, is at least one number for the whole model. So
+    heads and rows get as many tiles as they need, and nothing is counted in a call.
 
     Args:
         model: Facts that identify the model: its name, sizes and a hash of its weights.
@@ -171,13 +165,12 @@ class Calibration:
         weights: One tuple per layer, with one weight per head.
         thresholds: The number for each density of `GRID`, descending.
         text: Facts of the calibration text: tokens, repeat, audited rows, seed, hash.
-        fine_weights, fine_thresholds: The same by refined scores. Default: none, and no density has these.
 
     >>> from ringtile.adaptive import Probe
     >>> numbers = tuple(1 - density for density in GRID)
     >>> found = Calibration({"name": "tiny"}, Probe(), 16, 1, 1, ((2.0, 0.5),), numbers)
     >>> found.threshold(0.2), found.attention(0.2)[0].choice.budget
-    (0.8, Threshold(least=(0.4, 1.6)))
+    (0.8, Gain(least=(0.4, 1.6)))
     """
 
     model: Mapping[str, Any]
@@ -188,8 +181,6 @@ class Calibration:
     weights: tuple[tuple[float, ...], ...]
     thresholds: tuple[float, ...]
     text: Mapping[str, Any] = field(default_factory=dict)
-    fine_weights: tuple[tuple[float, ...], ...] = ()
-    fine_thresholds: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -206,17 +197,6 @@ class Calibration:
         """Return the calibration of a model from the facts of its layers, see `head_facts`."""
         return cls(model, scores, block, first, local, *_ranked(layers), text or {})
 
-    def candidates(self) -> list[Refined]:
-        """Return the refined scores of each layer."""
-        budgets = self._budgets(Threshold, self.weights, _interpolated(self.thresholds, _CANDIDATES))
-        return [Refined(self.scores, budget) for budget in budgets]
-
-    def refined(self, layers: Sequence[HeadFacts]) -> Calibration:
-        """Return this calibration with that of its `candidates`, from the facts of the layers by these scores."""
-        # A gain is a root, so its weight is one, too.
-        weights, thresholds = _ranked(layers, 0.5)
-        return replace(self, fine_weights=weights, fine_thresholds=thresholds)
-
     def threshold(self, density: float) -> float:
         """Return the number that keeps a tile density of the calibration text, as a mean over all heads.
 
@@ -224,14 +204,7 @@ class Calibration:
         """
         if not 0 < density <= 1:
             raise ValueError(f"density: expected a number above 0 and at most 1, got {density!r}")
-        return _interpolated(self.fine_thresholds if self._is_fine(density) else self.thresholds, density)
-
-    def _is_fine(self, density: float) -> bool:
-        return bool(self.fine_weights) and density <= FINE
-
-    @staticmethod
-    def _budgets(kind: type[Threshold], weights: Sequence[Sequence[float]], number: float) -> list[Threshold]:
-        return [kind(tuple(number / weight for weight in of_layer)) for of_layer in weights]
+        return _interpolated(self.thresholds, density)
 
     def attention(
         self, density: float | None = None, *, quality: float | None = None, **options: Any
@@ -247,11 +220,9 @@ class Calibration:
             # A controller keeps what it has seen, so each layer has its own.
             return [AdaptiveAttention(self.scores, Controller(quality), **how) for _ in self.weights]
         assert density is not None
-        number, fine = self.threshold(density), self._is_fine(density)
-        ranks: Sequence[Scores] = self.candidates() if fine else [self.scores] * len(self.weights)
-        kind, weights = (Gain, self.fine_weights) if fine else (Threshold, self.weights)
-        budgets = self._budgets(kind, weights, number)
-        return [AdaptiveAttention(scores, budget, **how) for scores, budget in zip(ranks, budgets, strict=True)]
+        number = self.threshold(density)
+        budgets = [Gain(tuple(number / weight for weight in of_layer)) for of_layer in self.weights]
+        return [AdaptiveAttention(self.scores, budget, **how) for budget in budgets]
 
     def check(self, model: Mapping[str, Any]) -> None:
         """Raise ValueError if these facts are of another model."""
@@ -278,9 +249,7 @@ class Calibration:
             if record.pop("format") != _FORMAT or tuple(record.pop("grid")) != GRID:
                 raise ValueError("another format or grid")
             record["scores"] = _from_record(record["scores"])
-            for prefix in ("", "fine_"):
-                record[prefix + "weights"] = tuple(map(tuple, record[prefix + "weights"]))
-                record[prefix + "thresholds"] = tuple(record[prefix + "thresholds"])
+            record["weights"], record["thresholds"] = tuple(map(tuple, record["weights"])), tuple(record["thresholds"])
             return cls(**record)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"calibration: expected a file of Calibration.save in {str(path)!r}: {error}") from None

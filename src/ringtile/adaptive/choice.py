@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ringtile.adaptive.budgets import Budget, Counted, Density
 from ringtile.adaptive.control import Controller
-from ringtile.adaptive.scores import Blend, Probe, Scores, Sum
+from ringtile.adaptive.scores import Rounded, Scores
 from ringtile.adaptive.view import View, base_index, check_key_mask, tile_positions
 from ringtile.functional.attention import checked_tensors
 from ringtile.index import BlockIndex
 from ringtile.index.schedule import derived
 from ringtile.patterns import Pattern
 
-DEFAULT_SCORES = Sum(Probe(4), Blend(), weights=(3, 1))
+DEFAULT_SCORES = Rounded()
 
 
 class ChoiceOptions(TypedDict, total=False):
@@ -141,7 +141,7 @@ def select(
 
     Args:
         query, key: ``[B, H, Nq, D]`` and ``[B, Hkv, Nk, D]``. Hkv must divide H.
-        scores, budget: See `Choice`. Default: ``Sum(Probe(4), Blend(), weights=(3, 1))`` and ``Density(0.25)``.
+        scores, budget: See `Choice`. Default: `Rounded` and ``Density(0.25)``.
         base: The pairs to choose from, a pattern or an index. Default: all pairs.
         is_causal: Choose only from keys at or before the query's position. Not available with an index.
         key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.

@@ -10,14 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.adaptive.budgets import Budget
 from ringtile.adaptive.view import Summaries, View, grouped_products, softmax, tile_positions, tiles_at_once
 from ringtile.kernels.masses import pooled_masses
 from ringtile.patterns.checks import check_positive
 from ringtile.patterns.random import WORD, philox4x32
-
-_REST = 2.0**-20
-"""Refined scores of tiles that are no candidates, over their first scores."""
 
 
 class Scores(ABC):
@@ -278,34 +274,6 @@ class Rounded(Scores):
 
     def __call__(self, view: View) -> Tensor:
         return view.normalized(view.rounded_masses())
-
-
-@dataclass(frozen=True)
-class Refined(Scores):
-    """Exact attention of all rows over the best tiles by other scores, as the root mean square of the rows of a tile.
-
-    It finds a key that one row wants, which a mean over the rows hides, and costs the products with the candidates. All
-    other tiles come after these, in the order of the first scores.
-
-    Args:
-        first: Scores that find the candidates.
-        candidates: How many tiles of a row are candidates.
-
-    Raises ValueError if the first scores are per token.
-    """
-
-    first: Scores
-    candidates: Budget
-
-    def __post_init__(self) -> None:
-        if self.first.per_token:
-            raise ValueError(f"first: expected scores of tiles, got {self.first!r}, which are per token")
-
-    def __call__(self, view: View) -> Tensor:
-        found, allowed = self.first(view), view.base.tiles
-        candidates = self.candidates.keep(found, allowed, torch.zeros_like(allowed[0, 0]))
-        exact = view.normalized(view.root_mean_squares(candidates))
-        return view.normalized(torch.where(candidates, exact, found * _REST))
 
 
 def summarized(view: View, high: Tensor, low: Tensor, pool: str | None) -> Tensor:

@@ -114,33 +114,22 @@ class View:
         return torch.cat(found, 2)
 
     def rounded_masses(self) -> Tensor:
-        """Return the `root_mean_squares` of all tiles of the index, of queries and keys that are rounded to 8 bits."""
-        base = self.base
-        if base.leading is None:
-            return self.root_mean_squares(base.tiles.expand(*self.query.shape[:2], -1, -1))
-        first, last = self.rows_of_tiles
-        groups = torch.cat((first, last[-1:])).int()
-        options: Any = {"seen": base.leading, "groups": groups, "pool": "rms", "rounded": True, "bias": self._hidden}
-        return pooled_masses(self.query, self.key, segment=base.block, scale=self.scale, **options)
+        """Return the root mean squares of the weights that the queries of a row tile give to each tile of the index.
 
-    def root_mean_squares(self, keep: Tensor) -> Tensor:
-        """Return the root mean squares of the weights that the queries of a row tile give to the tiles that it keeps.
-
-        ``keep`` is bool ``[B, H, R, C]`` inside the index. The weights of a query sum to 1 over these tiles,
-        and queries without keys do not count.
+        The weights of a query sum to 1, and queries without keys do not count. Queries and keys are rounded to 8 bits,
+        if the pairs of the index lead.
         """
         base = self.base
         first, last = self.rows_of_tiles
         if base.leading is not None:
             groups = torch.cat((first, last[-1:])).int()
             options: Any = {"seen": base.leading, "groups": groups, "pool": "rms", "bias": self._hidden}
-            return pooled_masses(self.query, self.key, segment=base.block, keep=keep, scale=self.scale, **options)
+            return pooled_masses(self.query, self.key, segment=base.block, scale=self.scale, **options)
         found = []
-        for row, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-            weights = self.exact_weights(torch.arange(begin, end, device=keep.device)).sum(4) * keep[:, :, row, None]
-            total = weights.sum(3, keepdim=True)
-            shares = weights / total.masked_fill(total == 0, 1)
-            found.append((shares.square().sum(2) / (total > 0).sum(2).clamp(min=1)).sqrt())
+        for begin, end in zip(first.tolist(), last.tolist(), strict=True):
+            weights = self.exact_weights(torch.arange(begin, end, device=base.device)).sum(4)
+            counted = (weights.sum(3) > 0).sum(2).clamp(min=1)[..., None]
+            found.append((weights.square().sum(2) / counted).sqrt())
         return torch.stack(found, 2)
 
     @property

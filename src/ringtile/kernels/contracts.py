@@ -113,11 +113,9 @@ class Masses(NamedTuple):
     seen: Tensor
     groups: Tensor
     bias: Tensor | None
-    keep: Tensor | None
     segment: int
     pool: str
     by_sign: bool
-    rounded: bool
     scale: float
 
 

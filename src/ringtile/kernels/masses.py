@@ -12,8 +12,6 @@ from ringtile.kernels.operators import library, register, schema
 from ringtile.kernels.select import native_masses
 
 POOLS = ("mean", "max", "rms")
-_SEGMENT = 128
-"""Most keys of a segment that rows can keep or not."""
 _SCORES = 1 << 22
 """Most scores that exist at once without the native kernel, unless a single group of rows has more."""
 
@@ -29,9 +27,7 @@ def pooled_masses(
     groups: Tensor,
     pool: str = "mean",
     bias: Tensor | None = None,
-    keep: Tensor | None = None,
     by_sign: bool = False,
-    rounded: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """Return the softmax weights of rows, summed per segment of keys and pooled over groups of rows, in float32.
@@ -47,21 +43,18 @@ def pooled_masses(
             counts it.
         groups: int32 ``[R + 1]``, ascending: output row r pools the rows from ``groups[r]`` to ``groups[r + 1] - 1``.
             An empty group is 0.
-        pool: ``"mean"``, ``"max"`` or ``"rms"``, the root mean square, over the rows of a group.
-        bias: float32 ``[B, Hkv or 1, K]``, added to the scaled scores. -inf hides a key.
-        keep: Bool in the shape of the result, with ``pool="rms"`` only: the rows
-            of a group see only the segments that it keeps, and their weights sum to 1 over these. Segments have at most
-            128 keys then.
+        pool: ``"mean"`` or ``"max"`` over the rows of a group, or ``"rms"``, the root mean square, of queries and keys
+            that are rounded to whole numbers up to 127, in units of their own. It is within 0.4%.
+        bias: float32 ``[B, Hkv or 1, K]``, added to the scaled scores. -inf hides a key, and with "rms" it does nothing
+            else.
         by_sign: True if the keys have width 2 D: the halves are multiplied with ``relu(query)`` and ``relu(-query)``.
-        rounded: True to round each query and key to whole numbers up to 127, in units of its own. ``pool`` is "rms",
-            there is no ``keep``, and a bias only hides keys. Weights are within 0.4%.
         scale: Factor for the scores. Default: ``D ** -0.5``.
 
     Returns:
         float32 ``[B, H, R, ceil(K / segment)]``.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    masses = Masses(query.detach(), key.detach(), seen, groups, bias, keep, segment, pool, by_sign, rounded, scale)
+    masses = Masses(query.detach(), key.detach(), seen, groups, bias, segment, pool, by_sign, scale)
     _check(masses)
     with torch.no_grad():
         found: Tensor = torch.ops.ringtile.pooled_masses(*masses)
@@ -69,7 +62,7 @@ def pooled_masses(
 
 
 def _check(masses: Masses) -> None:
-    query, key, seen, groups, bias, keep, segment, pool, by_sign, rounded, _ = masses
+    query, key, seen, groups, bias, segment, pool, by_sign, _ = masses
     if query.dim() != 4 or key.dim() != 4 or query.dtype != key.dtype or not query.dtype.is_floating_point:
         raise ValueError(
             f"query, key: expected four dimensions and one floating-point dtype, got {query.shape=}, {query.dtype=}, "
@@ -93,24 +86,15 @@ def _check(masses: Masses) -> None:
         raise ValueError(
             f"bias: expected float32 [{batch}, {key_heads} or 1, {n_keys}], got {bias.dtype=}, {bias.shape=}"
         )
-    if rounded and (keep is not None or pool != "rms" or by_sign):
-        raise ValueError(f'rounded: expected pool="rms", no keep and no by_sign, got {pool=}, {keep=}, {by_sign=}')
-    if not rounded and (keep is None) != (pool != "rms"):
-        raise ValueError(f'keep: expected one if pool is "rms", and none otherwise, got {keep!r} with {pool=}')
-    if keep is not None:
-        shape = (batch, heads, len(groups) - 1, -(-n_keys // segment))
-        if keep.shape != shape or keep.dtype != torch.bool or segment > _SEGMENT:
-            raise ValueError(
-                f"keep: expected bool {list(shape)} of segments of at most {_SEGMENT} keys, got {keep.dtype=}, "
-                f"{keep.shape=}, {segment=}"
-            )
-    for name, x in (("key", key), ("seen", seen), ("groups", groups), ("bias", bias), ("keep", keep)):
+    if pool == "rms" and by_sign:
+        raise ValueError(f'by_sign: expected False with pool="rms", got {by_sign}')
+    for name, x in (("key", key), ("seen", seen), ("groups", groups), ("bias", bias)):
         if x is not None and x.device != query.device:
             raise ValueError(f"{name}: expected {query.device} as for query, got {x.device}")
 
 
 def _fake(*arguments: Any) -> Tensor:
-    query, key, _, groups, _, _, segment, *_ = arguments
+    query, key, _, groups, _, segment, *_ = arguments
     shape = *query.shape[:2], len(groups) - 1, -(-key.shape[2] // segment)
     pooled: Tensor = query.new_empty(shape, dtype=torch.float32)
     return pooled
@@ -118,7 +102,7 @@ def _fake(*arguments: Any) -> Tensor:
 
 def _pooled_masses(*arguments: Any) -> Tensor:
     masses = Masses(*arguments)
-    check_memory(masses._fields[:6], masses[:6])
+    check_memory(masses._fields[:5], masses[:5])
     rows, ends = masses.query.shape[2], masses.groups.tolist()
     if not 0 <= ends[0] <= ends[-1] <= rows or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"groups: expected ascending numbers from 0 to {rows}, got {masses.groups!r}")
@@ -134,8 +118,8 @@ register("pooled_masses", _pooled_masses, _fake)
 
 def _composed(masses: Masses) -> Tensor:
     """Return the masses by PyTorch's own operations, for any device and dtype."""
-    query, key, seen, groups, bias, keep, segment, pool, by_sign, rounded, scale = masses
-    if rounded:
+    query, key, seen, groups, bias, segment, pool, by_sign, scale = masses
+    if pool == "rms":
         query, key = (x * unit for x, unit in (in_bytes(query), in_bytes(key)))
     wide = torch.promote_types(query.dtype, torch.float32)
     (batch, heads, _, _), (_, key_heads, n_keys, _) = query.shape, key.shape
@@ -158,9 +142,6 @@ def _composed(masses: Masses) -> Tensor:
             scores += bias[:, :, None, None].to(wide)
             visible = visible & (bias != -math.inf)[:, :, None, None]
         lengths = groups[first : last + 1].diff().long()
-        if keep is not None:
-            kept = keep[:, :, first:last].repeat_interleave(lengths, 2).repeat_interleave(segment, 3)[..., :n_keys]
-            visible = visible & kept.unflatten(1, (key_heads, -1))
         # A row that sees no key has a maximum of -inf. It counts as 0, so that no difference is NaN.
         top = scores.masked_fill_(~visible, -math.inf).amax(4, keepdim=True)
         weights = (scores - top.masked_fill(top == -math.inf, 0)).exp_()

@@ -1,13 +1,13 @@
 """Calibrate adaptive attention for a model of transformers, from one forward pass over one text."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringtile.adaptive import Calibration, Choice, HeadFacts, Refined, Scores, head_facts
+from ringtile.adaptive import Calibration, Choice, HeadFacts, Scores, head_facts
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers.registry import model_facts, use_ringtile
@@ -30,8 +30,7 @@ def calibrate(
 ) -> Calibration:
     """Return the calibration of a causal language model, for `ringtile.adaptive.AdaptiveAttention` in each layer.
 
-    One pass of the model measures the scores. Another one refines them for low densities, unless they are causal-safe:
-    refined scores look at later tokens.
+    One pass of the model measures the scores.
 
     Half of the weight is on tokens that repeat others far before: heads that copy look idle in a text without a repeat,
     and would be starved. The model computes dense attention afterwards.
@@ -45,10 +44,10 @@ def calibrate(
         local: See `Choice`.
         rows: Number of audited rows per layer.
         seed: Seed of the rows.
-        progress: Called with the number of each layer in each pass.
+        progress: Called with the number of each layer.
 
     Raises:
-        ValueError: If the text has no far repeat, ids are not ``[1, N]``, or scores are refined already.
+        ValueError: If the text has no far repeat, or ids are not ``[1, N]``.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,8 +61,6 @@ def calibrate(
     """
     if ids.dim() != 2 or len(ids) != 1:
         raise ValueError(f"ids: expected [1, N], got {ids.shape=}")
-    if isinstance(scores, Refined):
-        raise ValueError(f"scores: expected those that find the candidates of refined ones, got {scores!r}")
     repeated = far_repeat(ids[0])
     if not repeated.any():
         raise ValueError(
@@ -73,7 +70,7 @@ def calibrate(
     audited, weights = audited_rows(repeated, rows, seed)
     layers: dict[int, HeadFacts] = {}
 
-    def of_layer(layer: int, scores: Scores) -> Any:
+    def of_layer(layer: int) -> Any:
         def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             if progress is not None:
                 progress(layer)
@@ -88,15 +85,6 @@ def calibrate(
 
         return attend
 
-    def measured(scores: Sequence[Scores]) -> list[HeadFacts]:
-        use_ringtile(model, attend=[of_layer(layer, each) for layer, each in enumerate(scores)])
-        try:
-            with torch.no_grad():
-                model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
-        finally:
-            use_ringtile(model)
-        return [layers[layer] for layer in sorted(layers)]
-
     facts = model_facts(model)
     text = {
         "tokens": ids.shape[1],
@@ -105,9 +93,14 @@ def calibrate(
         "seed": seed,
         "sha256": hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest(),
     }
-    of_layers = measured([scores] * facts["layers"])
-    found = Calibration.of(of_layers, facts, scores, block=block, first=first, local=local, text=text)
-    return found if scores.causal_safe else found.refined(measured(found.candidates()))
+    use_ringtile(model, attend=[of_layer(layer) for layer in range(facts["layers"])])
+    try:
+        with torch.no_grad():
+            model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
+    finally:
+        use_ringtile(model)
+    of_layers = [layers[layer] for layer in sorted(layers)]
+    return Calibration.of(of_layers, facts, scores, block=block, first=first, local=local, text=text)
 
 
 def audited_rows(repeated: Tensor, rows: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,9 @@ def supports(query: Tensor, key: Tensor) -> bool:
 
 def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tuple[int, int]]]) -> Tensor:
     """Return the masses. ``ranges`` cuts a number of items into calls of bounded length."""
-    query, key, seen, groups, bias, keep, segment, pool, by_sign, rounded, scale = masses
+    query, key, seen, groups, bias, segment, pool, by_sign, scale = masses
     dtype, number, of_bytes = query.dtype, DTYPES[query.dtype], {}
-    if rounded:
+    if pool == "rms":
         (query, of_query), (key, of_key) = in_bytes(query, scale * math.log2(math.e)), in_bytes(key)
         # The kernel reads four dims at once.
         query, key = (torch.nn.functional.pad(x, (0, -x.shape[3] % 4)) for x in (query, key))
@@ -52,9 +52,6 @@ def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tu
         bias = bias.contiguous()
         c.bias, c.bias_stride[0] = bias.data_ptr(), bias.stride(0)
         c.bias_stride[1] = bias.stride(1) if bias.shape[1] > 1 else 0
-    if keep is not None:
-        keep = keep.contiguous()
-        c.keep = keep.data_ptr()
     of_bytes = {name: x.contiguous() for name, x in of_bytes.items()}
     for name, x in of_bytes.items():
         setattr(c, name, x.data_ptr())

@@ -1,6 +1,5 @@
 """Adaptive attention that is watched: the densities, exact scores and recall of its calls."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +19,6 @@ class _Counted(View):
     def exact_masses(self, row: Tensor) -> Tensor:
         self.pairs.append(float(self._seen[row].sum()))
         return super().exact_masses(row)
-
-    def root_mean_squares(self, keep: Tensor) -> Tensor:
-        base = self.base
-        # The keys of each tile that a query sees, summed over the queries of a row tile.
-        seen = (self._seen.unsqueeze(1) - torch.arange(base.n_cols) * base.block).clamp(0, base.block).float()
-        sums = torch.zeros(base.n_rows, base.n_cols).index_add_(0, base.row_of(torch.arange(base.n_queries)), seen)
-        self.pairs.append(float((keep * sums).sum()) / math.prod(keep.shape[:2]))
-        return super().root_mean_squares(keep)
 
     @property
     def _seen(self) -> Tensor:

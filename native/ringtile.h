@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 14
+#define RINGTILE_ABI 15
 
 // FLOAT32_PARTS is float32 whose products may take a number as the sum of two bfloat16 numbers, in sets with tiles. INT8 is
 // for ringtile_masses alone.
@@ -147,8 +147,7 @@ typedef struct ringtile_call {
     // There are no values: v is k, and value_dim 0.
     // Numbers of INT8 have a head_dim that is a multiple of 4, contiguous keys, a scale for each query and key, [B, H, Nq]
     // and [B, Hkv, Nk], in base 2 and with that of the products, and the sum of each key's numbers. Output rows pool root
-    // mean squares. A key whose scale is not finite is a NaN. The bias is 0
-    // or -inf, and by_sign 0.
+    // mean squares. A key whose scale is not finite is a NaN. The bias is 0 or -inf, and by_sign 0.
     struct {
         int64_t segment, n_pooled, pooled_step;
         const int64_t *seen;

@@ -396,7 +396,8 @@ class _WholeMap(Density):
 
 
 def test_the_future_is_seen_to_change_what_looks_at_it() -> None:
-    for scores in (Probe(), Blend(), Blend("mean"), Box(), Means(), Antidiagonal(4), Sum(Probe("first"), Blend())):
+    looking = [Probe(), Blend(), Blend("mean"), Box(), Means(), Antidiagonal(4), Sum(Probe("first"), Blend())]
+    for scores in (*looking, Rounded()):
         assert not scores.causal_safe
         assert changed(scores, Density(0.3), 0) >= 2, scores
     assert changed(Probe("first"), _WholeMap(0.3), 0) >= 6
@@ -405,7 +406,7 @@ def test_the_future_is_seen_to_change_what_looks_at_it() -> None:
 def test_training_refuses_to_choose_by_the_future() -> None:
     q, k, v, _ = make_inputs(1, 2, 100, dtype=torch.float32)
     q.requires_grad_()
-    with pytest.raises(ValueError, match=r"scores, budget: Sum\(.* chooses by later tokens, which training must not"):
+    with pytest.raises(ValueError, match=r"scores, budget: Rounded\(\) chooses by later tokens, which training must not"):
         AdaptiveAttention(block=BLOCK)(q, k, v, is_causal=True)
     with pytest.raises(ValueError, match=r"scores, budget: Controller\(0.9, 'call'.* chooses by later tokens"):
         AdaptiveAttention(Probe("first"), Controller(0.9), block=BLOCK)(q, k, v, is_causal=True)

@@ -147,9 +147,7 @@ def draw_rounded(number: int, dtype: torch.dtype) -> Case:
         x * torch.logspace(-2, 0.5, x.shape[2])[order, None].to(dtype)
         for x, order in zip((query, key), orders, strict=True)
     )
-    return Case(
-        query, key[..., : query.shape[3]], options | {"bias": bias, "pool": "rms", "by_sign": False}
-    )
+    return Case(query, key[..., : query.shape[3]], options | {"bias": bias, "pool": "rms", "by_sign": False})
 
 
 def in_units(x: Tensor) -> Tensor:
@@ -310,7 +308,7 @@ FINE: dict[str, Any] = {
         (Q, K, {"groups": torch.tensor([]).int()}, "^groups: "),
         (Q, K, {"bias": torch.zeros(2, 4, 30)}, "^bias: "),
         (Q, K, {"bias": torch.zeros(2, 1, 30).double()}, "^bias: "),
-        (Q, K, {"pool": "rms"}, "^keep: expected one"),
+        (Q, K, {"pool": "rms", "bias": torch.full((2, 1, 30), 0.5)}, "^bias: expected 0 or -inf with"),
     ],
 )
 def test_what_does_not_fit_is_refused(query: Tensor, key: Tensor, changes: dict[str, Any], message: str) -> None:

@@ -24,11 +24,11 @@ from ringtile.adaptive import (
     Density,
     Probe,
     Recent,
-    Refined,
     Sum,
 )
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import calibrate, use_ringtile
+from ringtile.patterns import Causal, Pattern, Window
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality import decoder as decoder_module
 from ringtile.tools.quality import leg as leg_module
@@ -449,18 +449,22 @@ def test_probes_count_as_the_pairs_that_they_compute() -> None:
     ):
         found = probed(AdaptiveAttention(scores, Density(0.1), block=32))
         assert found == pytest.approx(expected, rel=0.04)
-    # A controller computes 64 rows more, and refined scores the tiles of the candidates.
+    # A controller computes 64 rows more.
     held = probed(AdaptiveAttention(Recent(), Controller(0.9), block=32))
     assert held == pytest.approx(64 / 1024, rel=0.2)
-    attend = AdaptiveAttention(Refined(Probe(2), Density(0.5)), Density(0.1), block=32)
-    assert probed(attend) == pytest.approx(2 / 32 + 0.5, rel=0.08)
+    # The default multiplies all 1024 * 1025 / 2 pairs by numbers of a quarter of the bits, and a controller 64 rows.
+    assert probed(AdaptiveAttention(budget=Density(0.1), block=32)) == 0.25
+    assert probed(AdaptiveAttention(budget=Controller(0.9), block=32)) == pytest.approx(0.25 + held, rel=1e-6)
+    # In a window of 40, rows of tiles of 32 have one tile, then 2, then 3, and these are multiplied exactly.
+    windowed = probed(AdaptiveAttention(budget=Density(0.1), block=32), Causal() & Window(40))
+    assert windowed == pytest.approx(32 * 32 * (1 + 2 + 30 * 3) / 1024**2)
 
 
-def probed(attend: AdaptiveAttention) -> float:
-    """The part of the pairs that a causal choice computes exactly."""
+def probed(attend: AdaptiveAttention, pattern: Pattern | None = None) -> float:
+    """The part of the pairs that a causal choice computes."""
     q, k, v = torch.randn(3, 1, 3, 1024, 8, generator=torch.Generator().manual_seed(0)).unbind()
     watched = Watched(attend)
-    watched(q, k, v, is_causal=True)
+    watched(q, k, v, pattern, is_causal=True)
     return watched.probed[0]
 
 

@@ -27,7 +27,7 @@ GRID = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5,
 _DENSITY = Density(0.07)
 """The budget at which heads are compared."""
 _WEIGHTS = 0.2, 6.0
-"""The least and the largest squared weight of a head, in units of the mean."""
+"""The least and the largest cost of a head, in units of the mean."""
 _FORMAT = 5
 
 
@@ -116,17 +116,17 @@ def head_facts(
 
 
 def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:
-    """Return what a unit of dropped attention costs in each head, float32 ``[H]`` per layer."""
+    """Return the weight of each head by what a unit of dropped attention costs in it, float32 ``[H]`` per layer."""
     missed, error = (torch.cat([getattr(layer, name) for layer in layers]).cpu() for name in ("missed", "error"))
     cost = 1 / missed.mean().clamp(min=1e-12) + error / missed.clamp(min=1e-3) / error.mean().clamp(min=1e-30)
-    weights = (cost / cost.mean()).clamp(*_WEIGHTS).sqrt().float()
+    # The root of a cost weighs a score. A gain is the root of one, so its weight is a root of that.
+    weights = (cost / cost.mean()).clamp(*_WEIGHTS).pow(0.25).float()
     return list(weights.split([len(layer.missed) for layer in layers]))
 
 
 def _ranked(layers: Sequence[HeadFacts]) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
     """Return the weights of all heads, and the number for each density of `GRID`."""
-    # A gain is a root, so its weight is one, too.
-    weights = [each.sqrt() for each in head_weights(layers)]
+    weights = head_weights(layers)
     scored = [
         (layer.scores * each.unsqueeze(1).to(layer.scores.device)).flatten().cpu()
         for layer, each in zip(layers, weights, strict=True)

@@ -87,7 +87,7 @@ class Choice:
         if view.key.shape[2] < self.min_length or not view.query.numel():
             return base
         # A choice has no gradient. Attention over it has, and to learn a choice takes an `IndexedAttention`.
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(view.key.device.type, enabled=False):
             view = view.detached
             found = self.scores(view)
             if self.scores.per_token:

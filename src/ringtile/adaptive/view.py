@@ -125,11 +125,15 @@ class View:
             groups = torch.cat((first, last[-1:])).int()
             options: Any = {"seen": base.leading, "groups": groups, "pool": "rms", "bias": self._hidden}
             return pooled_masses(self.query, self.key, segment=base.block, scale=self.scale, **options)
-        found = []
-        for begin, end in zip(first.tolist(), last.tolist(), strict=True):
-            weights = self.exact_weights(torch.arange(begin, end, device=base.device)).sum(4)
+        found, tiles = [], base.tiles.flatten(0, 1).any(0).int()
+        # A row tile reads its columns from the first to the last one: few, if the pairs are a window's or a document's.
+        ends = first, last, tiles.argmax(1), base.n_cols - tiles.flip(1).argmax(1)
+        for begin, end, low, high in torch.stack(ends, 1).tolist():
+            rows = torch.arange(begin, end, device=base.device)
+            parts = rows.split(tiles_at_once(self.query, (high - low) * base.block))
+            weights = torch.cat([self.exact_weights(some, low, high).sum(4) for some in parts], 2)
             counted = (weights.sum(3) > 0).sum(2).clamp(min=1)[..., None]
-            found.append((weights.square().sum(2) / counted).sqrt())
+            found.append(F.pad((weights.square().sum(2) / counted).sqrt(), (low, base.n_cols - high)))
         return torch.stack(found, 2)
 
     @property
@@ -140,14 +144,20 @@ class View:
         zeros = torch.zeros(self.key_mask.shape, device=self.key.device)
         return zeros.masked_fill(~self.key_mask, -math.inf).unsqueeze(1)
 
-    def exact_weights(self, rows: Tensor) -> Tensor:
-        """Return the exact weights that queries give to the keys of each tile, float32 ``[B, H, R, C, block]``."""
-        base, inside = self.base, self.base.keys_of(rows)
+    def exact_weights(self, rows: Tensor, low: int = 0, high: int | None = None) -> Tensor:
+        """Return the exact weights that queries give to the keys of each tile, float32 ``[B, H, R, C, block]``.
+
+        Other tiles than those from ``low`` to before ``high`` have none of these queries' keys.
+        """
+        base = self.base
+        high = base.n_cols if high is None else high
+        keys = slice(low * base.block, high * base.block)
+        inside = base.keys_of(rows)[..., keys]
         if self.key_mask is not None:
-            inside = inside & self.key_mask[:, None, None]
-        logits = grouped_products(self.query[:, :, rows].float(), self.key.float()) * self.factor
-        padding = base.n_cols * base.block - self.key.shape[2]
-        weights: Tensor = F.pad(softmax(logits, inside), (0, padding)).unflatten(3, (base.n_cols, base.block))
+            inside = inside & self.key_mask[:, None, None, keys]
+        logits = grouped_products(self.query[:, :, rows].float(), self.key[:, :, keys].float()) * self.factor
+        padding = (high - low) * base.block - logits.shape[3]
+        weights: Tensor = F.pad(softmax(logits, inside), (0, padding)).unflatten(3, (high - low, base.block))
         return weights
 
 

@@ -45,8 +45,7 @@ def pooled_masses(
             An empty group is 0.
         pool: ``"mean"`` or ``"max"`` over the rows of a group, or ``"rms"``, the root mean square, of queries and keys
             that are rounded to whole numbers up to 127, in units of their own. It is within 0.4%.
-        bias: float32 ``[B, Hkv or 1, K]``, added to the scaled scores. -inf hides a key, and with "rms" it does nothing
-            else.
+        bias: float32 ``[B, Hkv or 1, K]``, added to the scaled scores. -inf hides a key. With "rms", all others are 0.
         by_sign: True if the keys have width 2 D: the halves are multiplied with ``relu(query)`` and ``relu(-query)``.
         scale: Factor for the scores. Default: ``D ** -0.5``.
 
@@ -106,6 +105,9 @@ def _pooled_masses(*arguments: Any) -> Tensor:
     rows, ends = masses.query.shape[2], masses.groups.tolist()
     if not 0 <= ends[0] <= ends[-1] <= rows or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"groups: expected ascending numbers from 0 to {rows}, got {masses.groups!r}")
+    bias = masses.bias
+    if masses.pool == "rms" and bias is not None and ((bias != 0) & (bias != -math.inf)).any():
+        raise ValueError(f'bias: expected 0 or -inf with pool="rms", got {bias!r}')
     found = native_masses(masses)
     if found is not None:
         return found

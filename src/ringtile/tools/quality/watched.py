@@ -12,19 +12,25 @@ from ringtile.patterns import Pattern
 
 @dataclass(frozen=True, eq=False)
 class _Counted(View):
-    """A view that counts the pairs whose scores are computed exactly, per head."""
+    """A view that counts the pairs whose scores are computed, per head, as pairs of full products."""
 
     pairs: list[float] = field(default_factory=list)
 
     def exact_masses(self, row: Tensor) -> Tensor:
-        self.pairs.append(float(self._seen[row].sum()))
+        if self.base.leading is not None:
+            self.pairs.append(float(self.base.leading[row].sum()))
         return super().exact_masses(row)
 
-    @property
-    def _seen(self) -> Tensor:
-        if self.base.leading is None:
-            return torch.full((self.base.n_queries,), self.base.n_keys)
-        return self.base.leading
+    def rounded_masses(self) -> Tensor:
+        if self.base.leading is not None:
+            # An instruction multiplies four times as many numbers of 8 bits as of 32.
+            self.pairs.append(float(self.base.leading.sum()) / 4)
+        return super().rounded_masses()
+
+    def exact_weights(self, rows: Tensor, low: int = 0, high: int | None = None) -> Tensor:
+        found = super().exact_weights(rows, low, high)
+        self.pairs.append(len(rows) * min(found.shape[3] * found.shape[4], self.base.n_keys - low * self.base.block))
+        return found
 
 
 class Watched(nn.Module):
@@ -35,7 +41,7 @@ class Watched(nn.Module):
         self.attend, self.rows = attend, rows
         self.density: list[float] = []
         self.probed: list[float] = []
-        """The pairs that the choice computed exactly, as a part of those that dense attention computes."""
+        """The pairs whose scores the choice computed, as a part of those that dense attention computes."""
         self.recall: list[Tensor] = []
 
     def forward(
@@ -46,7 +52,9 @@ class Watched(nn.Module):
         asked = choice.view(query, key, pattern, **how)
         view = _Counted(query, key, asked.base, asked.key_mask, asked.scale)
         index = choice.index(view)
-        self.probed.append(sum(view.pairs) / float(view._seen.sum()))
+        leading = view.base.leading
+        dense = view.base.n_queries * view.base.n_keys if leading is None else int(leading.sum())
+        self.probed.append(sum(view.pairs) / dense)
         # The index is made here, not in the attention, so that its figures need no second choice.
         self.density.append(index.tile_density)
         if self.rows:

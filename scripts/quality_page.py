@@ -59,12 +59,9 @@ own model, data and draws. Accuracy counts above chance. Bits per byte count as 
   row of a tile wants. `window` keeps the nearest tiles, and `random` draws them.
 * `token blend` lets each query choose. Each keeps the density that is asked for, but most tiles are computed for some
   query: *its tiles* counts them, and time follows.
-* `refined` chooses by the exact attention of all rows among three times as many tiles, which equal parts of `Probe(4)`
-  and `blend` find.
-* `rounded` is `Rounded()`: attention of all rows over all tiles, of queries and keys of 8 bits.
-* `default` is three parts of `Probe(4)` and one of `blend`, and `probe` is `Probe(2)`, see `select`, which also keeps
-  the first tile and the one before a row's own. The models that are trained here do without, so that all rows of a
-  table spend the same tiles.
+* `default` is `Rounded()`, attention of all rows over all tiles, of queries and keys of 8 bits. `probe` is `Probe(2)`.
+  See `select`, which also keeps the first tile and the one before a row's own. The models that are trained here do
+  without, so that all rows of a table spend the same tiles.
 """
 
 DECODER = f"""
@@ -79,16 +76,17 @@ texts calibrated.
   that the model has from the first passage when it reads the second one. **Needles kept** counts the digits of the
   answers that are the model's first choice, as a part of those that dense attention gets right.
 * Figures are means of all texts. In brackets is the **worst** text. Below the rows is each text by itself.
-* **Tiles** is the tile density. **+probes** adds the pairs whose scores the choice computes exactly, which cost as much
-  as those of dense attention.
+* **Tiles** is the tile density. **+probes** adds the pairs whose scores the choice computes. An exact one costs as much
+  as a pair of dense attention. One of the default counts as a quarter: it has 8 bits instead of 32, and processors with
+  AVX512-VNNI multiply four times as many of them per instruction.
 * **Recall** is the part of the attention that is kept, over 64 exact rows per layer. The **worst head** is that of all
   texts.
 * A row with "-" asks for a density **below the floor**, which is that of the tiles that every row keeps: the first, its
   own and the one before.
-* `calibrated` keeps the tiles above one threshold, weighed by head, that keeps the density on one other sequence. Each
-  text has a density of its own, near the one that is asked for. At 10% and below, tiles are chosen by `Refined` scores
-  among the best 15% by the default's. `density` is the same for all heads and rows. `quality` asks a controller for
-  that part of each head's attention. `causal-safe` is `Probe("first")`, which looks at no later token.
+* `calibrated` keeps the tiles whose gain, weighed by head, is above one threshold, that keeps the density on one other
+  sequence. Each text has a density of its own, near the one that is asked for. `density` is the same for all heads and
+  rows. `quality` asks a controller for that part of each head's attention. `causal-safe` is `Probe("first")`, which
+  looks at no later token.
 * **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention, **sdpa**: medians of three
   rounds. Calls of less than 4,096 keys stay dense.
 
@@ -104,7 +102,7 @@ packages are pinned by version and SHA-256:
 
 COSTS = """\
 The default choice at a tile density of 10%, 8 heads of 64, causal, float32, tiles of 16 ({where}). **Choice** is all
-of `select`, with summaries, budget and index. **Index** is its last part. **Audit** is `audit` of 64 rows, which you
+of `select`: scores, budget and index. **Index** is its last part. **Audit** is `audit` of 64 rows, which you
 call yourself. Each is a part of the time of the attention over the chosen tiles. The factor against dense attention is
 for attention and choice together. It is measured at 16,384 tokens. Those in italics scale dense attention by the square
 of the length. **Memory** is what the choice takes beside its inputs and index.

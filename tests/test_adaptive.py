@@ -21,6 +21,7 @@ from ringtile.adaptive import (
     Blend,
     Box,
     Budget,
+    Choice,
     Controller,
     Density,
     Gain,
@@ -130,10 +131,16 @@ def test_a_probe_is_the_exact_attention_of_its_rows(rule: Pattern, rows: Any) ->
         assert torch.allclose(found[:, :, tile].double(), expected, atol=1e-6), tile
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_rounded_scores_are_the_root_mean_squares_of_all_rows_in_8_bits(rule: Pattern) -> None:
-    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32, score_scale=2.0)
-    base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.7
+@pytest.mark.parametrize(
+    ("rule", "n_queries", "n_keys"),
+    [*((rule, 177, 201) for rule in RULES.values()), (Causal(), 201, 150), (RULES["heads"], 201, 150)],
+    ids=str,
+)
+def test_rounded_scores_are_the_root_mean_squares_of_all_rows_in_8_bits(
+    rule: Pattern, n_queries: int, n_keys: int
+) -> None:
+    q, k, _, _ = make_inputs(2, 4, n_queries, n_keys, kv_heads=2, dtype=torch.float32, score_scale=2.0)
+    base, key_mask = base_of(rule, n_queries, n_keys), torch.rand(2, n_keys) < 0.7
     found = Rounded()(View(q, k, base, key_mask))
     exact = base.leading is None
     steps = [x if exact else (x / (unit := x.abs().amax(3, keepdim=True) / 127)).round() * unit for x in (q, k)]
@@ -144,6 +151,42 @@ def test_rounded_scores_are_the_root_mean_squares_of_all_rows_in_8_bits(rule: Pa
         counted = (own.sum(3) > 0).sum(2, keepdim=True).clamp(min=1)
         expected = normalized((own.square().sum(2) / counted).sqrt())
         assert torch.allclose(found[:, :, tile].double(), expected, atol=1e-6 if exact else 4e-3), tile
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES.values() if rule != Dense()], ids=str)
+def test_the_default_knows_no_token_after_a_row_of_tiles(rule: Pattern) -> None:
+    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
+    base = base_of(rule, 177, 201)
+    before = Choice().scores(View(q, k, base))
+    for row in (0, 4, 9):
+        edge = (base.first_row + row + 1) * BLOCK
+        queries, keys = q.clone(), k.clone()
+        queries[:, :, edge - base.start :], keys[:, :, edge:] = math.nan, math.nan
+        after = Choice().scores(View(queries, keys, base))
+        assert torch.equal(after[:, :, : row + 1], before[:, :, : row + 1]), row
+        # It knows the last token of the row.
+        queries[:, :, edge - base.start - 1] += 9
+        after = Choice().scores(View(queries, keys, base))
+        assert not torch.equal(after[:, :, row], before[:, :, row])
+
+
+@pytest.mark.parametrize("scores", INFORMED, ids=repr)
+@pytest.mark.parametrize("rule", [RULES["causal"], RULES["window"]], ids=["causal", "window"])
+def test_autocast_rounds_queries_and_keys_and_no_score(scores: Scores, rule: Pattern) -> None:
+    q, k, v, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.bfloat16)
+    index = select(q, k, scores, Density(0.4), base=rule, block=BLOCK)
+    attend = AdaptiveAttention(scores, Density(0.4), block=BLOCK)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(q.float(), k.float(), v.float(), rule, enable_gqa=True)
+    assert torch.equal(out, sparse_attention(q, k, v, index, enable_gqa=True))
+
+
+def test_what_changes_scores_changes_no_choice() -> None:
+    q, k, v, _ = make_inputs(2, 4, 177, 201, dtype=torch.float32)
+    index = select(q, k, budget=Density(0.4), is_causal=True, block=BLOCK)
+    for options in ({"alibi_slopes": torch.rand(4)}, {"softcap": 2.0}, {"sinks": torch.rand(4)}):
+        found = AdaptiveAttention(budget=Density(0.4), block=BLOCK)(q, k, v, is_causal=True, **options)
+        assert torch.equal(found, sparse_attention(q, k, v, index, **options))
 
 
 def summary_logits(scores: Blend | Box | Means, q: Tensor, k: Tensor, key_mask: Tensor) -> Tensor:
@@ -406,7 +449,7 @@ def test_the_future_is_seen_to_change_what_looks_at_it() -> None:
 def test_training_refuses_to_choose_by_the_future() -> None:
     q, k, v, _ = make_inputs(1, 2, 100, dtype=torch.float32)
     q.requires_grad_()
-    with pytest.raises(ValueError, match=r"scores, budget: Rounded\(\) chooses by later tokens, which training must not"):
+    with pytest.raises(ValueError, match=r"scores, budget: Rounded\(\) chooses by later tokens, which training"):
         AdaptiveAttention(block=BLOCK)(q, k, v, is_causal=True)
     with pytest.raises(ValueError, match=r"scores, budget: Controller\(0.9, 'call'.* chooses by later tokens"):
         AdaptiveAttention(Probe("first"), Controller(0.9), block=BLOCK)(q, k, v, is_causal=True)

@@ -17,11 +17,8 @@ from ringtile.adaptive import (
     Means,
     Probe,
     Recent,
-    Refined,
-    Rounded,
     Scores,
     Shuffled,
-    Sum,
     View,
 )
 from ringtile.adaptive.choice import DEFAULT_SCORES
@@ -52,15 +49,12 @@ class Oracle(Scores):
 
 
 DEFAULT = "default"
-REFINED = "refined"
 ORACLE = "oracle"
 WINDOW = "window"
 RANDOM = "random"
 
 _BY_NAME: dict[str, Scores] = {
     DEFAULT: DEFAULT_SCORES,
-    REFINED: Sum(Probe(4), Blend()),
-    "rounded": Rounded(),
     "probe": Probe(),
     "blend": Blend(),
     "first row": Probe("first"),
@@ -76,8 +70,6 @@ _BY_NAME: dict[str, Scores] = {
 }
 ROWS = tuple(_BY_NAME)
 """The names of all rows, in the order of the table."""
-CANDIDATES = 3
-"""Tiles among which `REFINED` chooses each of its own."""
 QUICK_ROWS = (DEFAULT, "probe", "blend", WINDOW, RANDOM, ORACLE)
 
 
@@ -87,7 +79,5 @@ def attention_of(row: str, density: float, block: int, *, seed: int = 0, layer: 
     Only a query's own tile is always kept, so that all rows of a table spend the same number of tiles.
     """
     scores = Shuffled(1000 * seed + layer) if row == RANDOM else _BY_NAME[row]
-    if row == REFINED:
-        scores = Refined(scores, Density(min(1.0, CANDIDATES * density)))
     # Small models are judged by scores that look ahead, and learn with them: the page says so.
     return AdaptiveAttention(scores, Density(density), block=block, first=0, local=0, allow_future=True)

@@ -240,13 +240,13 @@ class BlockSparseRingDilatedAttention(nn.Module):
     def enable_adaptive_sparsity(self, enabled: bool | AdaptiveAttention = True) -> None:
         """Choose tiles by the contents of each call, or follow the configuration's pattern again, from now on.
 
-        True keeps the tiles to which `ringtile.adaptive.Probe` and `Blend` attribute the most attention, as many as
+        True keeps the tiles to which `ringtile.adaptive.Rounded` attributes the most attention, as many as
         ``sparsity_ratio`` says (0.25 by default), of ``block_size`` tokens. The type and the shape of the pattern, and
         patterns of your own, wait until you disable it. An `AdaptiveAttention` brings its own scores, budget and block.
         Inside dilated segments, each segment chooses for itself.
 
-        True looks at later tokens of the rows that it probes. Causal training with it raises ValueError in the call:
-        pass ``AdaptiveAttention(Probe("first"), Density(0.25))``.
+        True looks at later tokens of a tile. Causal training with it raises ValueError in the call: pass
+        ``AdaptiveAttention(Probe("first"), Density(0.25))``.
 
         Raises ValueError if there are several ranks, if ``enabled`` is neither or has a ``forward`` of its own, if
         it is False and ``pattern_type`` is "adaptive", or if calls change later ones (a

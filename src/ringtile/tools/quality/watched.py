@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ringtile.adaptive import AdaptiveAttention, View, audit

@@ -23,6 +23,7 @@ from ringtile.adaptive import (
     Means,
     Probe,
     Recent,
+    Rounded,
     Shuffled,
     Sum,
     Threshold,
@@ -121,7 +122,7 @@ def test_short_contexts_are_dense() -> None:
 
 
 def test_what_depends_on_other_tokens_is_refused() -> None:
-    for scores in (Probe(), Blend(), Means(), Antidiagonal(), Sum(Probe("first"), Probe(2))):
+    for scores in (Probe(), Blend(), Means(), Antidiagonal(), Sum(Probe("first"), Probe(2)), Rounded()):
         with pytest.raises(ValueError, match=r"scores: a cache needs .* Probe\('first'\), Blend\(None\)"):
             AdaptiveAttention(scores).new_cache(Causal())
     for budget in (Controller(0.9), Controller(0.9, "running")):

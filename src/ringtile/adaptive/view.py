@@ -116,7 +116,7 @@ class View:
     def rounded_masses(self) -> Tensor:
         """Return the root mean squares of the weights that the queries of a row tile give to each tile of the index.
 
-        The weights of a query sum to 1, and queries without keys do not count. Queries and keys are rounded to 8 bits,
+        They have a factor for each row tile. The weights of a query sum to 1. Queries and keys are rounded to 8 bits,
         if the pairs of the index lead.
         """
         base = self.base
@@ -132,8 +132,7 @@ class View:
             rows = torch.arange(begin, end, device=base.device)
             parts = rows.split(tiles_at_once(self.query, (high - low) * base.block))
             weights = torch.cat([self.exact_weights(some, low, high).sum(4) for some in parts], 2)
-            counted = (weights.sum(3) > 0).sum(2).clamp(min=1)[..., None]
-            found.append(F.pad((weights.square().sum(2) / counted).sqrt(), (low, base.n_cols - high)))
+            found.append(F.pad(weights.square().sum(2).sqrt(), (low, base.n_cols - high)))
         return torch.stack(found, 2)
 
     @property

@@ -40,6 +40,7 @@ from ringtile.adaptive import (
     select,
 )
 from ringtile.adaptive.budgets import gains_of
+from ringtile.functional import Relative
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
 
@@ -184,7 +185,8 @@ def test_autocast_rounds_queries_and_keys_and_no_score(scores: Scores, rule: Pat
 def test_what_changes_scores_changes_no_choice() -> None:
     q, k, v, _ = make_inputs(2, 4, 177, 201, dtype=torch.float32)
     index = select(q, k, budget=Density(0.4), is_causal=True, block=BLOCK)
-    for options in ({"alibi_slopes": torch.rand(4)}, {"softcap": 2.0}, {"sinks": torch.rand(4)}):
+    bias = Relative(3 * torch.randn(4, 50), 20)
+    for options in ({"alibi_slopes": torch.rand(4)}, {"softcap": 2.0}, {"sinks": torch.rand(4)}, {"bias": bias}):
         found = AdaptiveAttention(budget=Density(0.4), block=BLOCK)(q, k, v, is_causal=True, **options)
         assert torch.equal(found, sparse_attention(q, k, v, index, **options))
 

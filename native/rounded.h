@@ -52,42 +52,50 @@ INLINE Sums start_of(int32_t) { return Sums{}; }
 INLINE Sums add_product(Sums sums, Sums query, Word key) { return query * key + sums; }
 #endif
 
-// 2^x for x up to 0 within 0.2 %, which is less than what rounding to 8 bits costs. Far below 0 it is nearly 0.
-INLINE Vec<float> roughly_exp2(Vec<float> x) {
-#if defined(__AVX512F__)
-    // Of -inf, the fraction is 0.
-    const Vec<float> f = (Vec<float>)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF);
-    const Vec<float> p = (0.33718945f * f + 0.65763641f) * f + 1.0017247f;
-    return (Vec<float>)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
-#else
-    const float magic = 12582912.0f + 127;
-    x = x < -126.0f ? splat<float>(-126) : x;
-    const Vec<float> whole = x + magic, f = x - (whole - magic), p = (0.23842895f * f + 0.70344811f) * f + 1.00044315f;
-    return p * (Vec<float>)((Ints<float>)whole << 23);
-#endif
-}
+constexpr float OCTAVE = 8388608.0f;        // from a power of 2 to the next one, in bits of a float
+constexpr float ONE = 127 * OCTAVE;
+constexpr float CENTERED = ONE - 361024;    // the errors of a linear mantissa are as large above as below
+constexpr float MAX_EXPONENT = 8192;        // scores in base 2, of which a float knows the exponent within 2^-11
 
 INLINE bool is_finite(float x) { return x <= 3.402823466e38f; }
 
-// A batch is up to BATCH keys of a segment, and has an entry: for each query of a strip, the sum of its weights over
-// 2^(reference * factor), and the reference, its highest score.
+// The number that has these bits, 0 if they are negative or a NaN. Between powers of 2, it grows linearly: of a weight,
+// that is within 3 %, which is less than what rounding to 8 bits costs.
+INLINE Vec<float> of_bits(Vec<float> bits) {
+#if defined(__AVX512F__)
+    const Ints<float> x = (Ints<float>)_mm512_maskz_cvtps_epi32(0xffff, (__m512)bits);
+    return (Vec<float>)(x > 0 ? x : Ints<float>{});
+#else
+    return (Vec<float>)__builtin_convertvector(max<float>(bits, Vec<float>{}), Ints<float>);
+#endif
+}
+
+// A whole number near x, which is any if x is LARGE enough.
+template <bool LARGE> INLINE Vec<float> whole(Vec<float> x) {
+    const float magic = 12582912.0f, large = 4194304.0f;
+    const Vec<float> near = x + magic - magic;
+    if (!LARGE) return near;
+    return (x < large) & (x > -large) ? near : x;
+}
+
+// A segment has an entry: for each query of a strip, the sum of its weights over 2^reference, and the reference, a whole
+// number near its highest score in base 2.
 struct RoundedScratch {
-    int64_t words, of_segment;  // the words of a row, the entries of a segment
+    int64_t words;
+    float most;                 // the largest scale of a key times factor of a query that keeps scores below MAX_EXPONENT
     Word *queries;              // [words][STRIP]
     Part *keys;                 // [BATCH][words * WORD_DIMS]
-    float *sums, *references;   // [entries][STRIP]
+    float *sums, *references;   // [segments][STRIP]
     int64_t *counted;           // queries of each output row that have a share
 
     static int64_t segments(const ringtile_call &c) { return (c.n_keys + c.masses.segment - 1) / c.masses.segment; }
-    static int64_t entries(const ringtile_call &c) { return (c.masses.segment + BATCH - 1) / BATCH * segments(c); }
     static int64_t size(const ringtile_call &c) {
-        return c.head_dim / WORD_DIMS * (STRIP + BATCH * WORD_DIMS) + 2 * entries(c) * STRIP + 2 * c.masses.pooled_step;
+        return c.head_dim / WORD_DIMS * (STRIP + BATCH * WORD_DIMS) + 2 * segments(c) * STRIP + 2 * c.masses.pooled_step;
     }
-    RoundedScratch(const ringtile_call &c, float *x)
-        : words(c.head_dim / WORD_DIMS), of_segment((c.masses.segment + BATCH - 1) / BATCH) {
+    RoundedScratch(const ringtile_call &c, float *x) : words(c.head_dim / WORD_DIMS), most(MAX_EXPONENT / (float)(c.head_dim * 16384)) {
         sums = x;
-        references = sums + entries(c) * STRIP;
-        queries = (Word *)(references + entries(c) * STRIP);
+        references = sums + segments(c) * STRIP;
+        queries = (Word *)(references + segments(c) * STRIP);
         counted = (int64_t *)(queries + words * STRIP);
         keys = (Part *)(counted + c.masses.pooled_step);
         // Lanes without a query are multiplied, too: sums of anything else could overflow.
@@ -95,10 +103,10 @@ struct RoundedScratch {
     }
 };
 
-// What a strip's queries see, and the factors of their scores.
+// What a strip's queries see, and the factors of their scores. The highest one is a NaN if one is not finite.
 struct StripQueries {
     int32_t seen[STRIP];
-    float factors[STRIP];
+    float factors[STRIP], highest;
     int64_t least, limit;
 };
 
@@ -119,12 +127,12 @@ template <int COUNT, class F> INLINE Vec<float> reduced(const Vec<float> *x, F j
     else return join(reduced<COUNT / 2>(x, join), reduced<COUNT / 2>(x + COUNT / 2, join));
 }
 
-// Set the entry of a batch. PLAIN: all queries see all of its keys, and each has a finite scale. Out of line, so that all
-// sums stay in registers.
+// Set the entry of a segment by its first batch, and add others to it. PLAIN: all queries see all keys of the batch, and no
+// score is too large. Out of line, so that all sums stay in registers.
 template <bool PLAIN>
-SHARED void weigh(const RoundedScratch &to, const StripQueries &queries, const KeyBatch &batch, int64_t entry) {
+SHARED void weigh(const RoundedScratch &to, const StripQueries &queries, const KeyBatch &batch, int64_t segment, bool first) {
     constexpr int L = Lanes<float>::count;
-    const float low = -infinity<float>();
+    const float low = -infinity<float>(), high = infinity<float>();
     Sums products[BATCH][STRIP_VECTORS];
     for (int k = 0; k < BATCH; k++)
         for (int n = 0; n < STRIP_VECTORS; n++) products[k][n] = start_of(batch.sums[k]);
@@ -137,30 +145,44 @@ SHARED void weigh(const RoundedScratch &to, const StripQueries &queries, const K
             for (int n = 0; n < STRIP_VECTORS; n++) products[k][n] = add_product(products[k][n], query[n], key);
         }
     }
+    // A loop that is not unrolled keeps the products in memory.
+#pragma GCC unroll 4
     for (int n = 0; n < STRIP_VECTORS; n++) {
         const Vec<float> factors = load(queries.factors + n * L);
         Ints<float> limits;
         for (int l = 0; l < L; l++) limits[l] = queries.seen[n * L + l];
-        Vec<float> scores[BATCH];
+        Vec<float> scores[BATCH], weights[BATCH];
         for (int k = 0; k < BATCH; k++) {
             scores[k] = __builtin_convertvector(products[k][n], Vec<float>) * batch.scale[k];
             if (!PLAIN) {
                 // A key with a NaN or an infinity: queries that see it become 0.
-                if (!is_finite(batch.scale[k])) scores[k] = splat<float>(infinity<float>());
+                if (!is_finite(batch.scale[k])) scores[k] = splat<float>(high);
                 if (batch.bias && batch.bias[k] == low) scores[k] = splat<float>(low);
                 scores[k] = limits > (int32_t)(batch.first + k) ? scores[k] : splat<float>(low);
                 if (k >= batch.count) scores[k] = splat<float>(low);
             }
         }
-        const Vec<float> reference = reduced<BATCH>(scores, [](Vec<float> x, Vec<float> y) INLINE_LAMBDA { return max<float>(x, y); });
-        const Vec<float> base = rounded<float>((reference == low ? Vec<float>{} : reference) * factors);
+        const Vec<float> best = reduced<BATCH>(scores, [](Vec<float> x, Vec<float> y) INLINE_LAMBDA { return max<float>(x, y); });
+        Vec<float> own = whole<!PLAIN>(rounded<float>(best * factors));
+        // A factor of 0 would make NaNs of these.
+        if (!PLAIN) own = (best == low) | (best == high) ? best : own;
+        float *sums = to.sums + segment * STRIP + n * L, *references = to.references + segment * STRIP + n * L;
+        const Vec<float> before = first ? splat<float>(low) : load(references), reference = max<float>(before, own);
+        const Vec<float> base = PLAIN ? reference : reference == low ? Vec<float>{} : reference;
+        const Vec<float> octaves = factors * OCTAVE, shift = CENTERED - base * OCTAVE;
         for (int k = 0; k < BATCH; k++) {
-            const Vec<float> weight = roughly_exp2(scores[k] * factors - base);
-            // With a factor of 0, a score of -inf would become a NaN.
-            scores[k] = PLAIN ? weight : (scores[k] == low ? Vec<float>{} : weight);
+            Vec<float> bits = scores[k] * octaves + shift;
+            if (!PLAIN) {
+                // The difference of scores first: both are exact, then it is, too.
+                const Vec<float> large = (rounded<float>(scores[k] * factors) - base) * OCTAVE + CENTERED;
+                bits = factors * batch.scale[k] <= to.most ? bits : large;
+            }
+            weights[k] = of_bits(bits);
         }
-        store(to.references + entry * STRIP + n * L, reference);
-        store(to.sums + entry * STRIP + n * L, reduced<BATCH>(scores, [](Vec<float> x, Vec<float> y) INLINE_LAMBDA { return x + y; }));
+        Vec<float> sum = reduced<BATCH>(weights, [](Vec<float> x, Vec<float> y) INLINE_LAMBDA { return x + y; });
+        if (!first) sum += load(sums) * of_bits((before - base) * OCTAVE + ONE);
+        store(sums, sum);
+        store(references, reference);
     }
 }
 
@@ -171,16 +193,15 @@ SHARED void weigh_strip(const ringtile_call &c, const Head &head, const StripQue
     const float *scales = c.masses.key_scale + of_head;
     const float *bias = c.masses.bias ? c.masses.bias + head.b * c.masses.bias_stride[0] + head.kv * c.masses.bias_stride[1] : nullptr;
     const Rows<int8_t> rows = key_rows<int8_t>(c, head, {0, 0, 0, 0});
-    int64_t entry = 0;
-    for (int64_t begin = 0; begin < queries.limit; begin += length) {
+    for (int64_t begin = 0, segment = 0; begin < queries.limit; begin += length, segment++) {
         const int64_t end = min(begin + length, queries.limit);
-        for (int64_t key = begin; key < end; key += BATCH, entry++) {
+        for (int64_t key = begin; key < end; key += BATCH) {
             const int count = (int)min(BATCH, end - key);
             int32_t some_sums[BATCH] = {};
             float some_scales[BATCH] = {}, some_bias[BATCH] = {};
             KeyBatch batch = {to.keys, width, sums + key, scales + key, bias ? bias + key : nullptr, key, count};
             bool plain = !bias && count == BATCH && key + BATCH <= queries.least;
-            for (int k = 0; k < count; k++) plain &= is_finite(scales[key + k]);
+            for (int k = 0; k < count; k++) plain &= scales[key + k] * queries.highest <= to.most;
             if (count < BATCH) {
                 // Behind the last key of the tensor there is nothing to read.
                 for (int k = 0; k < count; k++) some_sums[k] = sums[key + k], some_scales[k] = scales[key + k];
@@ -192,12 +213,9 @@ SHARED void weigh_strip(const ringtile_call &c, const Head &head, const StripQue
                 // Zeros in place of keys that are missing: sums of anything else could overflow.
                 for (int k = 0; k < BATCH; k++)
                     for (int64_t d = 0; d < width; d++) to.keys[k * width + d] = k < count ? (Part)rows.row(key + k)[d] : Part();
-            if (plain) weigh<true>(to, queries, batch, entry);
-            else weigh<false>(to, queries, batch, entry);
+            if (plain) weigh<true>(to, queries, batch, segment, key == begin);
+            else weigh<false>(to, queries, batch, segment, key == begin);
         }
-        // A segment that ends early has fewer batches than entries.
-        for (; entry % to.of_segment; entry++)
-            for (int lane = 0; lane < STRIP; lane++) to.references[entry * STRIP + lane] = -infinity<float>();
     }
 }
 
@@ -216,6 +234,7 @@ SHARED void rounded_strip(const ringtile_call &c, const Head &head, const Piece 
     const float *scale = c.masses.query_scale + head.number * c.n_queries;
     StripQueries queries = {};
     queries.least = c.n_keys;
+    bool finite = true;
     for (int i = 0; i < count; i++) {
         const Piece piece = pieces[i];
         const Rows<int8_t> rows = query_rows<int8_t>(c, head, {piece.first, 0, piece.count, 0});
@@ -224,27 +243,25 @@ SHARED void rounded_strip(const ringtile_call &c, const Head &head, const Piece 
             const int64_t seen = min(max(c.masses.seen[piece.first + l], 0), c.n_keys);
             queries.seen[lane] = (int32_t)seen;
             queries.factors[lane] = scale[piece.first + l];
+            if (!(queries.factors[lane] <= queries.highest)) queries.highest = queries.factors[lane];
+            finite &= is_finite(queries.factors[lane]);
             // Lanes that see nothing need no mask: they have no share.
             if (seen) queries.least = min(queries.least, seen);
             queries.limit = max(queries.limit, seen);
             for (int64_t w = 0; w < to.words; w++) to.queries[w * STRIP + lane] = query_word(rows.row(l) + w * WORD_DIMS);
         }
     }
+    if (!finite) queries.highest = __builtin_nanf("");
     weigh_strip(c, head, queries, to);
-    const int64_t segments = (queries.limit + c.masses.segment - 1) / c.masses.segment, entries = segments * to.of_segment;
+    const int64_t segments = (queries.limit + c.masses.segment - 1) / c.masses.segment;
     Vec<float> share[STRIP_VECTORS];
     for (int n = 0; n < STRIP_VECTORS; n++) {
         Vec<float> highest = splat<float>(low), total = {};
-        for (int64_t at = n * L; at < entries * STRIP; at += STRIP) highest = max<float>(highest, load(to.references + at));
-        const Vec<float> safe = highest == low ? Vec<float>{} : highest, factors = load(queries.factors + n * L);
+        for (int64_t s = 0; s < segments; s++) highest = max<float>(highest, load(to.references + s * STRIP + n * L));
         for (int64_t s = 0; s < segments; s++) {
-            Vec<float> sum = {};
-            for (int64_t entry = s * to.of_segment; entry < (s + 1) * to.of_segment; entry++) {
-                const Vec<float> reference = load(to.references + entry * STRIP + n * L);
-                const Vec<float> more = load(to.sums + entry * STRIP + n * L) * exp2<float>((reference - safe) * factors);
-                sum += reference == low ? Vec<float>{} : more;
-            }
-            // Entries before this one have been read.
+            // Differences of infinities are NaNs, which become 0.
+            const Vec<float> above = (load(to.references + s * STRIP + n * L) - highest) * OCTAVE + ONE;
+            const Vec<float> sum = load(to.sums + s * STRIP + n * L) * of_bits(above);
             store(to.sums + s * STRIP + n * L, sum);
             total += sum;
         }

@@ -27,6 +27,7 @@ from ringtile.adaptive.scores import Box as Box
 from ringtile.adaptive.scores import Means as Means
 from ringtile.adaptive.scores import Probe as Probe
 from ringtile.adaptive.scores import Recent as Recent
+from ringtile.adaptive.scores import Refined as Refined
 from ringtile.adaptive.scores import Rounded as Rounded
 from ringtile.adaptive.scores import Scores as Scores
 from ringtile.adaptive.scores import Shuffled as Shuffled

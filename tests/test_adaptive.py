@@ -38,6 +38,7 @@ from ringtile.adaptive import (
     TopP,
     View,
     audit,
+    budgets,
     select,
 )
 from ringtile.adaptive.budgets import gains_of
@@ -386,6 +387,16 @@ def test_gains_of_many_tiles_are_found_without_a_sort() -> None:
     keep = Gain(0.03).keep(scores, allowed, forced)
     assert not (keep & ~wanted).any()
     assert (wanted & ~keep).sum() < 0.004 * wanted.sum()
+
+
+def test_gains_are_of_a_row_however_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_of(Causal() & Window(90), 330, 400)
+    scores = torch.rand(2, 3, base.n_rows, base.n_cols).pow(4).masked_fill(~base.tiles, 0)
+    forced = torch.rand(base.n_rows, base.n_cols) < 0.1
+    keep = Gain((0.05, 0.1, 0.3)).keep(scores, base.tiles, forced)
+    monkeypatch.setattr(budgets, "_RUN", 4)
+    assert torch.equal(Gain((0.05, 0.1, 0.3)).keep(scores, base.tiles, forced), keep)
+    assert 0 < keep.float().mean() < base.tiles.float().mean()
 
 
 def test_a_budget_by_head_and_forced_tiles_count() -> None:

@@ -12,6 +12,8 @@ from ringtile.patterns.checks import check_positive
 
 _TINY = 2.0**-126
 """The least normal number of float32, which scores have."""
+_RUN = 128
+"""Rows whose least scores are found together on a CPU."""
 
 
 def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
@@ -174,7 +176,17 @@ class Gain(Threshold):
     """
 
     def _lowest(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-        least = super()._lowest(scores, allowed, forced).unsqueeze(2)
+        least, rows = super()._lowest(scores, allowed, forced).unsqueeze(2), scores.shape[2]
+        if scores.device.type != "cpu" or not scores.numel():
+            return self._of_rows(least, scores, allowed, forced)
+        # Runs of rows have the columns up to the last one that they may keep: half of a causal index.
+        columns = torch.arange(1, scores.shape[3] + 1)
+        runs = [slice(first, first + _RUN) for first in range(0, rows, _RUN)]
+        ends = [max(1, int((allowed[:, :, run].flatten(0, 2).any(0) * columns).max())) for run in runs]
+        parts = ((x[..., run, :end] for x in (scores, allowed, forced)) for run, end in zip(runs, ends, strict=True))
+        return torch.cat([self._of_rows(least, *part) for part in parts], 2)
+
+    def _of_rows(self, least: Tensor, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         free = scores.masked_fill(allowed & forced | ~allowed, 0)
 
         def wanted(above: Tensor) -> Tensor:

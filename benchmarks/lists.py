@@ -7,7 +7,7 @@
 
 * dsa: DeepSeek-V3.2 as transformers computes it, 16 heads of 192 and 128, one list of 2,048 keys for all heads.
 * dsa indexer: the same with the indexer, whose seconds count. It has 8 heads of 128: DeepSeek-V3.2 has 64 beside 128
-  attention heads.
+  attention heads. dsa indexer, 8 bits: with ``rounded=True``.
 * latent: dsa, absorbed: 16 heads over one key head of 576 dims, whose first 512 are the values.
 * m3, m3 half: MiniMax-M3, 64 heads over 4 key heads of 128, each with 16 or 8 blocks of 128 keys.
 * decode: one token over 32 times as many latents, 2,048 of them in its list.
@@ -43,6 +43,7 @@ from torch import Tensor
 
 from ringtile import sparse_attention
 from ringtile.adaptive import index_topk
+from ringtile.kernels.contracts import in_bytes
 from ringtile.patterns import Causal, Chosen
 from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.machine import origin
@@ -67,11 +68,13 @@ class Cell(NamedTuple):
     length: int
     index_heads: int = 0
     """The heads of an indexer, of 128 dims. 0 for lists that are there."""
+    rounded: bool = False
 
 
 CELLS = {
     "dsa": Cell(16, 16, 192, 128, 1, 1, 2048),
     "dsa indexer": Cell(16, 16, 192, 128, 1, 1, 2048, 8),
+    "dsa indexer, 8 bits": Cell(16, 16, 192, 128, 1, 1, 2048, 8, True),
     "latent": Cell(16, 1, 576, 0, 1, 1, 2048),
     "m3": Cell(64, 4, 128, 128, 4, 128, 16),
     "m3 half": Cell(64, 4, 128, 128, 4, 128, 8),
@@ -108,9 +111,12 @@ def chooser(cell: Cell, n_queries: int, n_keys: int, coherent: bool, dtype: torc
         first = torch.arange(n_queries) // NEIGHBOURS * NEIGHBOURS
         query, weights = (x[:, :, first] + 0.1 * x for x in (query, weights))
     query, key, weights = query.to(dtype), key.to(dtype), weights.to(dtype)
-    choose = partial(index_topk, query, key, min(cell.length, n_keys), weights=weights, relu=True, pattern=Causal())
+    how = {"weights": weights, "relu": True, "rounded": cell.rounded, "pattern": Causal()}
+    choose = partial(index_topk, query, key, min(cell.length, n_keys), **how)
     # The last query sees all keys: none that it leaves out has a larger score.
-    products = (query[0, :, -1].double() @ key[0, 0].double().T).relu() * weights[0, :, -1:].double()
+    (numbers, of_query), (keys, of_key) = in_bytes(query[0, :, -1]), in_bytes(key[0, 0])
+    last, keys = (numbers * of_query.double(), keys * of_key.double()) if cell.rounded else (query[0, :, -1], key[0, 0])
+    products = (last.double() @ keys.double().T).relu() * weights[0, :, -1:].double()
     best, scores = choose()[0, 0, -1].long(), products.sum(0)
     if not scores[best].min() >= scores.topk(len(best)).values[-1] - 1e-4 * scores.abs().max():
         raise RuntimeError(f"{tuple(query.shape)}: the indexer leaves better keys out")

@@ -18,6 +18,8 @@
 using kernel = int(const ringtile_call *);
 using peak = double(int kind, int threads, double seconds);
 using lanes = int();
+using best = int(int threads, int64_t rows, int64_t entries, int64_t stride, int64_t n, const float *scores, float *values,
+                 int32_t *numbers);
 
 using multiply = void(const void *a, const void *b, float *c, int64_t count);
 using reason = const char *();
@@ -27,6 +29,8 @@ using reason = const char *();
     extern "C" kernel ringtile_backward_##isa;        \
     extern "C" kernel ringtile_masses_##isa;          \
     extern "C" kernel ringtile_lists_##isa;           \
+    extern "C" kernel ringtile_scores_##isa;          \
+    extern "C" best ringtile_best_##isa;              \
     extern "C" peak ringtile_peak_##isa;              \
     extern "C" lanes ringtile_lanes_##isa;
 #define DECLARE_TILES(isa) \
@@ -34,14 +38,15 @@ using reason = const char *();
     extern "C" multiply ringtile_multiply_tiles_##isa;
 #define FUNCTIONS(isa)                                                                                     \
     #isa, reason_against_##isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_masses_##isa, \
-        ringtile_lists_##isa, ringtile_peak_##isa, ringtile_lanes_##isa
+        ringtile_lists_##isa, ringtile_scores_##isa, ringtile_best_##isa, ringtile_peak_##isa, ringtile_lanes_##isa
 #define ENTRY(isa) {FUNCTIONS(isa), nullptr}
 #define TILES_ENTRY(isa) {FUNCTIONS(isa), ringtile_multiply_tiles_##isa}
 
 struct Kernels {
     const char *name;
     reason *against;  // empty if this processor runs the set
-    kernel *forward, *backward, *masses, *lists;
+    kernel *forward, *backward, *masses, *lists, *scores;
+    best *rank;
     peak *rate;
     lanes *together;
     multiply *multiply_tiles;
@@ -228,7 +233,7 @@ static constexpr Field fields[] = {
     BACKWARD(row_buffers) BACKWARD(shared_splits) BACKWARD(n_shared_splits) BACKWARD(added_grad)
     BACKWARD(added_grad_stride)
     MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
-    MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign) MASSES(query_scale) MASSES(key_scale) MASSES(key_sum)
+    MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign) MASSES(relu) MASSES(query_scale) MASSES(key_scale) MASSES(key_sum)
     LISTS(indices) LISTS(indices_stride) LISTS(list_groups) LISTS(list_length) LISTS(limits) LISTS(limits_stride)
     LISTS(list_rows) LISTS(run) LISTS(item_runs) LISTS(first_run) LISTS(last_run) LISTS(union_entries)
     LISTS(union_bits) LISTS(union_length) LISTS(union_room) LISTS(union_cost) LISTS(chunk_keys) LISTS(weights)
@@ -268,6 +273,14 @@ PUBLIC int ringtile_forward(const ringtile_call *call) { return all[call->isa].f
 PUBLIC int ringtile_backward(const ringtile_call *call) { return all[call->isa].backward(call); }
 PUBLIC int ringtile_masses(const ringtile_call *call) { return all[call->isa].masses(call); }
 PUBLIC int ringtile_lists(const ringtile_call *call) { return all[call->isa].lists(call); }
+PUBLIC int ringtile_scores(const ringtile_call *call) { return all[call->isa].scores(call); }
+
+// Write the n best scores of each row and their numbers, the best first: NaNs, then the largest, and of equal ones the one
+// with the smallest number. A row without so many scores above -inf ends in -inf and -1. Return 0, or 1 if memory ran out.
+PUBLIC int ringtile_best(int isa, int threads, int64_t rows, int64_t entries, int64_t stride, int64_t n, const float *scores,
+                         float *values, int32_t *numbers) {
+    return all[isa].rank(threads, rows, entries, stride, n, scores, values, numbers);
+}
 
 // Add A[16][32] * B[16][16][2], whose numbers are bfloat16, to C[16][16] so many times. Return 0, or 1 if the set has no
 // tiles.

@@ -4,7 +4,9 @@
 #include "chosen.h"
 #include "forward.h"
 #include "masses.h"
+#include "ranks.h"
 #include "rounded.h"
+#include "scores.h"
 
 namespace ISA {
 
@@ -93,6 +95,10 @@ template <class P> int masses(const ringtile_call &call) {
 // Inline: a set that another one computes these for compiles none of it.
 inline int rounded_masses(const ringtile_call &call) {
     return each_item<Plain<float, float>>(call, RoundedScratch::size(call), rounded_item);
+}
+
+inline int rounded_scores(const ringtile_call &call) {
+    return each_item<Plain<float, float>>(call, ScoreScratch::size(call), score_item);
 }
 
 inline int lists(const ringtile_call &call) {

@@ -15,6 +15,7 @@ int ringtile_forward_avx512(const ringtile_call *);
 int ringtile_backward_avx512(const ringtile_call *);
 int ringtile_masses_avx512(const ringtile_call *);
 int ringtile_lists_avx512(const ringtile_call *);
+int ringtile_best_avx512(int, int64_t, int64_t, int64_t, int64_t, const float *, float *, int32_t *);
 static bool has_pairs(const ringtile_call *c) { return c->dtype == RINGTILE_BFLOAT16 && c->head_dim % 2 == 0; }
 
 int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
@@ -28,6 +29,10 @@ int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
     return has_pairs(c) ? ISA::masses<ISA::Bf16Pairs>(*c) : ringtile_masses_avx512(c);
 }
 int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
+int NAME(ringtile_best_, ISA)(int threads, int64_t rows, int64_t entries, int64_t stride, int64_t n, const float *scores,
+                              float *values, int32_t *numbers) {
+    return ringtile_best_avx512(threads, rows, entries, stride, n, scores, values, numbers);
+}
 #else
 int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
@@ -54,5 +59,10 @@ int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
     }
 }
 int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ISA::lists(*c); }
+int NAME(ringtile_best_, ISA)(int threads, int64_t rows, int64_t entries, int64_t stride, int64_t n, const float *scores,
+                              float *values, int32_t *numbers) {
+    return ISA::best(threads, rows, entries, stride, n, scores, values, numbers);
+}
 #endif
+int NAME(ringtile_scores_, ISA)(const ringtile_call *c) { return ISA::rounded_scores(*c); }
 }

@@ -13,6 +13,7 @@ int ringtile_forward_avx512(const ringtile_call *);
 int ringtile_backward_avx512(const ringtile_call *);
 int ringtile_masses_avx512(const ringtile_call *);
 int ringtile_lists_avx512(const ringtile_call *);
+int ringtile_best_avx512(int, int64_t, int64_t, int64_t, int64_t, const float *, float *, int32_t *);
 
 int NAME(ringtile_lanes_, ISA)() { return ISA::AMX_SIDE; }
 
@@ -53,6 +54,11 @@ int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
     return c->dtype == RINGTILE_INT8 ? ISA::rounded_masses(*c) : ringtile_masses_avx512(c);
 }
 int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
+int NAME(ringtile_best_, ISA)(int threads, int64_t rows, int64_t entries, int64_t stride, int64_t n, const float *scores,
+                              float *values, int32_t *numbers) {
+    return ringtile_best_avx512(threads, rows, entries, stride, n, scores, values, numbers);
+}
+int NAME(ringtile_scores_, ISA)(const ringtile_call *c) { return ISA::rounded_scores(*c); }
 
 // Add A * B to C so many times, without leaving the registers.
 void NAME(ringtile_multiply_tiles_, ISA)(const void *a, const void *b, float *c, int64_t count) {

@@ -7,10 +7,10 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 15
+#define RINGTILE_ABI 16
 
 // FLOAT32_PARTS is float32 whose products may take a number as the sum of two bfloat16 numbers, in sets with tiles. INT8 is
-// for ringtile_masses alone.
+// for ringtile_masses and ringtile_scores alone.
 enum ringtile_dtype {
     RINGTILE_FLOAT32 = 0,
     RINGTILE_FLOAT64 = 1,
@@ -148,12 +148,15 @@ typedef struct ringtile_call {
     // Numbers of INT8 have a head_dim that is a multiple of 4, contiguous keys, a scale for each query and key, [B, H, Nq]
     // and [B, Hkv, Nk], in base 2 and with that of the products, and the sum of each key's numbers. Output rows pool root
     // mean squares. A key whose scale is not finite is a NaN. The bias is 0 or -inf, and by_sign 0.
+    // ringtile_scores: float32 [n_queries, n_keys] in out, with a stride for the queries, of such numbers of one batch element
+    // and key head: the sum over the heads of products, negative ones 0 if relu is not 0, times both scales. An item is 32
+    // queries with 1,024 keys, those of the first keys first.
     struct {
         int64_t segment, n_pooled, pooled_step;
         const int64_t *seen;
         const int32_t *pool_begin;
         const float *bias;
-        int64_t bias_stride[2], pool_max, by_sign;
+        int64_t bias_stride[2], pool_max, by_sign, relu;
         const float *query_scale, *key_scale;
         const int32_t *key_sum;
     } masses;

@@ -27,10 +27,13 @@ int ringtile_forward(const ringtile_call *call);
 int ringtile_backward(const ringtile_call *call);
 int ringtile_masses(const ringtile_call *call);
 int ringtile_lists(const ringtile_call *call);
+int ringtile_scores(const ringtile_call *call);
 int64_t ringtile_kept(int64_t groups, int64_t heads, int64_t slots, const int32_t *base, const int32_t *pointer,
                       const int32_t *other, const int32_t *tile, const uint8_t *mask, const int64_t *strides,
                       int64_t capacity, int32_t *kept_pointer, int32_t *kept_other, int32_t *kept_tile);
 void ringtile_ascending(int64_t rows, int64_t length, int64_t count, const int32_t *x, uint64_t *bits, int32_t *y);
+int ringtile_best(int isa, int threads, int64_t rows, int64_t entries, int64_t stride, int64_t n, const float *scores,
+                  float *values, int32_t *numbers);
 
 static uint64_t state;
 
@@ -709,8 +712,9 @@ static int check_masses(int isa, int number) {
 // Masses of rounded queries and keys, of exact allocations: a read past the last key is one past a tensor.
 // 2^x of which the mantissa grows linearly.
 static double rough_exp2(double x) {
+    if (x < -1000) return 0;
     x -= 361024 / 8388608.0;
-    return ldexp(1 + x - floor(x), (int)fmax(floor(x), -1000));
+    return ldexp(1 + x - floor(x), (int)floor(x));
 }
 
 static int check_rounded(int isa, int number) {
@@ -772,6 +776,52 @@ static int check_rounded(int isa, int number) {
     if (failed)
         printf("%s rounded %d: H %d / %d, %d queries, %d keys, D %d, segment %d, %d rows\n", ringtile_isa_name(isa), number,
                (int)c.heads, (int)c.kv_heads, (int)c.n_queries, (int)c.n_keys, (int)c.head_dim, (int)c.masses.segment, (int)c.masses.n_pooled);
+    while (n_allocations) free(allocations[--n_allocations]);
+    return failed;
+}
+
+// Scores of rounded queries and keys, summed over heads, with rows that are longer than their keys.
+static int check_scores(int isa, int number) {
+    static const int widths[] = {4, 8, 36, 64};
+    ringtile_call c = {0};
+    c.isa = isa, c.threads = 1 + (int)draw(2), c.batch = c.kv_heads = 1, c.heads = 1 + draw(4), c.masses.relu = draw(2);
+    c.n_queries = 1 + draw(100), c.n_keys = 1 + draw(number % 4 ? 100 : 2200), c.head_dim = widths[draw(4)];
+    c.out_stride[2] = c.n_keys + draw(3);
+    const int64_t rows = c.heads * c.n_queries, count = c.n_queries * c.n_keys;
+    int8_t *q = allocate(rows * c.head_dim, 1), *k = allocate(c.n_keys * c.head_dim, 1);
+    float *query_scale = allocate(rows, 4), *key_scale = allocate(c.n_keys, 4);
+    float *out = allocate((c.n_queries - 1) * c.out_stride[2] + c.n_keys, 4);
+    int32_t *sum = allocate(c.n_keys, 4);
+    for (int64_t i = 0; i < rows * c.head_dim; i++) q[i] = (int8_t)((int)draw(255) - 127);
+    for (int64_t i = 0; i < rows; i++) query_scale[i] = draw(20) ? 1e-3f * (float)((int)draw(9) - 4) : NAN;
+    for (int64_t i = 0; i < c.n_keys; i++) {
+        sum[i] = 0, key_scale[i] = draw(40) ? 0.01f * (float)(1 + draw(9)) : NAN;
+        for (int64_t d = 0; d < c.head_dim; d++) sum[i] += k[i * c.head_dim + d] = (int8_t)((int)draw(255) - 127);
+    }
+    for (int64_t i = 0; i < (c.n_queries - 1) * c.out_stride[2] + c.n_keys; i++) out[i] = 7;
+    c.q = q, c.k = k, c.out = out, c.q_stride[2] = c.k_stride[2] = c.head_dim, c.q_stride[1] = c.n_queries * c.head_dim;
+    c.masses.query_scale = query_scale, c.masses.key_scale = key_scale, c.masses.key_sum = sum;
+    c.work.last_item = ((c.n_queries + 31) / 32) * ((c.n_keys + 1023) / 1024);
+    int failed = ringtile_scores(&c);
+    double *wanted = memset(allocate(count, 8), 0, count * 8), *found = allocate(count, 8);
+    for (int64_t at = 0; at < count; at++) {
+        const int64_t i = at / c.n_keys, j = at % c.n_keys;
+        for (int64_t h = 0; h < c.heads; h++) {
+            const int8_t *query = q + (h * c.n_queries + i) * c.head_dim;
+            double product = 0;
+            for (int64_t d = 0; d < c.head_dim; d++) product += query[d] * k[j * c.head_dim + d];
+            wanted[at] += (c.masses.relu && product < 0 ? 0 : product) * query_scale[h * c.n_queries + i];
+        }
+        wanted[at] *= key_scale[j], found[at] = out[i * c.out_stride[2] + j];
+        // Only NaNs are NaNs, and what is behind a row stays as it is.
+        failed |= isnan(wanted[at]) != isnan(found[at]);
+        if (isnan(wanted[at])) wanted[at] = found[at] = 0;
+        for (int64_t d = c.n_keys; i + 1 < c.n_queries && d < c.out_stride[2]; d++) failed |= out[i * c.out_stride[2] + d] != 7;
+    }
+    failed |= wrong("rounded scores", found, wanted, count, 1e-5);
+    if (failed)
+        printf("%s scores %d: H %d, %d queries, %d keys, D %d\n", ringtile_isa_name(isa), number, (int)c.heads, (int)c.n_queries,
+               (int)c.n_keys, (int)c.head_dim);
     while (n_allocations) free(allocations[--n_allocations]);
     return failed;
 }
@@ -945,6 +995,43 @@ static int check_ascending(void) {
     return failed;
 }
 
+// True if score i of a row comes before score j.
+static int is_before(const float *x, int64_t i, int64_t j) {
+    if (isnan(x[i]) || isnan(x[j])) return isnan(x[i]) && (!isnan(x[j]) || i < j);
+    return x[i] > x[j] || (x[i] == x[j] && i < j);
+}
+
+// The best of rows with equal scores, both zeros, NaNs of both signs, infinities, and numbers that differ in their last bits.
+static int check_best(int isa) {
+    enum { ROWS = 3 };
+    static const float drawn[] = {0, -0.0f, INFINITY, -INFINITY, NAN, -NAN, 1, 1.0000001f, -1, 1e-40f, -1e-40f, 3e38f};
+    int failed = 0;
+    for (int number = 0; number < 60; number++) {
+        const int64_t entries = 1 + draw(number % 3 ? 40 : 700), stride = entries + draw(3), n = 1 + draw(number % 2 ? 9 : 720);
+        float *x = allocate((ROWS - 1) * stride + entries, 4), *values = allocate(ROWS * n, 4);
+        int32_t *numbers = allocate(ROWS * n, 4);
+        for (int64_t i = 0; i < (ROWS - 1) * stride + entries; i++)
+            x[i] = number % 5 == 0 ? drawn[draw(12)] : number % 5 == 1 ? -INFINITY : number % 5 == 2 ? 8 + draw(90) * 0x1p-20f : (float)normal();
+        failed |= ringtile_best(isa, 1 + number % 2, ROWS, entries, stride, n, x, values, numbers);
+        for (int64_t row = 0; row < ROWS; row++, x += stride) {
+            int64_t kept = 0;
+            for (int64_t j = 0; j < entries; j++) {
+                int64_t place = 0;
+                for (int64_t i = 0; i < entries; i++) place += is_before(x, i, j);
+                if (x[j] == -INFINITY) continue;
+                kept++;
+                if (place >= n) continue;
+                const float value = values[row * n + place];
+                failed |= numbers[row * n + place] != j || !(value == x[j] || (isnan(value) && isnan(x[j])));
+            }
+            for (int64_t i = kept; i < n; i++) failed |= numbers[row * n + i] != -1 || values[row * n + i] != -INFINITY;
+        }
+        while (n_allocations) free(allocations[--n_allocations]);
+    }
+    if (failed) printf("%s: best entries are wrong\n", ringtile_isa_name(isa));
+    return failed;
+}
+
 static void seed(int number, uint64_t more) {
     state = 0x9E3779B97F4A7C15u * (number + 1) + more;
     for (int i = 0; i < 4; i++) draw(2);
@@ -1071,10 +1158,11 @@ int main(int argc, char **argv) {
             continue;
         }
         int before = failures;
-        failures += wrong_bits(isa);
+        failures += wrong_bits(isa) + check_best(isa);
         for (int number = 0; number < cases; number++) {
             seed(number, argc > 2 ? strtoull(argv[2], NULL, 10) : 0);
-            failures += run(isa, number) + check_masses(isa, number) + check_rounded(isa, number) + check_lists(isa, number);
+            failures += run(isa, number) + check_masses(isa, number) + check_rounded(isa, number) + check_scores(isa, number);
+            failures += check_lists(isa, number);
         }
         printf("%s: %d cases, %d wrong\n", ringtile_isa_name(isa), cases, failures - before);
     }

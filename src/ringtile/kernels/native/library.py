@@ -27,7 +27,7 @@ VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
 ``none``. Builds for tests have ``amx_emulated`` too."""
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 """``RINGTILE_ABI`` of native/ringtile.h."""
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -119,8 +119,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "backward": (ctypes.c_int, (_POINTER,)),
     "masses": (ctypes.c_int, (_POINTER,)),
     "lists": (ctypes.c_int, (_POINTER,)),
+    "scores": (ctypes.c_int, (_POINTER,)),
     "kept": (_LONG, (*(_LONG,) * 3, *(_POINTER,) * 5, ctypes.POINTER(_LONG), _LONG, *(_POINTER,) * 3)),
     "ascending": (None, (*(_LONG,) * 3, *(_POINTER,) * 3)),
+    "best": (ctypes.c_int, (*(ctypes.c_int,) * 2, *(_LONG,) * 4, *(_POINTER,) * 3)),
     "multiply_tiles": (ctypes.c_int, (ctypes.c_int, _POINTER, _POINTER, _POINTER, _LONG)),
     "peak": (ctypes.c_double, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double)),
 }

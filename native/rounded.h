@@ -55,7 +55,7 @@ INLINE Sums add_product(Sums sums, Sums query, Word key) { return query * key + 
 constexpr float OCTAVE = 8388608.0f;        // from a power of 2 to the next one, in bits of a float
 constexpr float ONE = 127 * OCTAVE;
 constexpr float CENTERED = ONE - 361024;    // the errors of a linear mantissa are as large above as below
-constexpr float MAX_EXPONENT = 8192;        // scores in base 2, of which a float knows the exponent within 2^-11
+constexpr float MAX_EXPONENT = 65536;       // scores in base 2, of which a float knows the exponent within 2^-8
 
 INLINE bool is_finite(float x) { return x <= 3.402823466e38f; }
 

@@ -82,7 +82,7 @@ def index_topk(
     of_row = dtype.itemsize * min(entries, _SPAN) + 24 * min(n, entries)
     rows = max(1, min(256, _BYTES // max(of_row, 1), _BYTES // (dtype.itemsize * heads * block)))
     plain = all(is_real(x) for x in (query, key, weights) if x is not None) and device.type == "cpu"
-    native = plain and dtype == torch.float32 and not reason_against()
+    native = plain and dtype == torch.float32 and not torch.compiler.is_compiling() and not reason_against()
     # The library keeps no products.
     of_tile, most = _CACHED if device.type == "cpu" else (rows * heads, _BYTES)
     rows = rows if native and rounded else min(rows, of_tile // heads or 1)

@@ -7,7 +7,8 @@
 
 * dsa: DeepSeek-V3.2 as transformers computes it, 16 heads of 192 and 128, one list of 2,048 keys for all heads.
 * dsa indexer: the same with the indexer, whose seconds count. It has 8 heads of 128: DeepSeek-V3.2 has 64 beside 128
-  attention heads. dsa indexer, 8 bits: with ``rounded=True``.
+  attention heads.
+* dsa indexer, 8 bits: the same with ``rounded=True``.
 * latent: dsa, absorbed: 16 heads over one key head of 576 dims, whose first 512 are the values.
 * m3, m3 half: MiniMax-M3, 64 heads over 4 key heads of 128, each with 16 or 8 blocks of 128 keys.
 * decode: one token over 32 times as many latents, 2,048 of them in its list.

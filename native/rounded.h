@@ -121,6 +121,23 @@ struct KeyBatch {
     int count;
 };
 
+using Products = Sums[BATCH][STRIP_VECTORS];
+
+// The products of a strip's queries [words][STRIP] with a batch of keys, whose numbers have these sums.
+INLINE void multiply(const Word *queries, const Part *keys, int64_t stride, int64_t words, const int32_t *sums, Products &to) {
+    for (int k = 0; k < BATCH; k++)
+        for (int n = 0; n < STRIP_VECTORS; n++) to[k][n] = start_of(sums[k]);
+    for (int64_t w = 0; w < words; w++) {
+        Sums query[STRIP_VECTORS];
+        for (int n = 0; n < STRIP_VECTORS; n++) query[n] = *(const Sums *)(queries + w * STRIP + n * Lanes<float>::count);
+        for (int k = 0; k < BATCH; k++) {
+            Word key;
+            __builtin_memcpy(&key, keys + k * stride + w * WORD_DIMS, sizeof(Word));
+            for (int n = 0; n < STRIP_VECTORS; n++) to[k][n] = add_product(to[k][n], query[n], key);
+        }
+    }
+}
+
 // The best or the sum of COUNT vectors, in pairs. Compilers leave a loop over halves in memory.
 template <int COUNT, class F> INLINE Vec<float> reduced(const Vec<float> *x, F join) {
     if constexpr (COUNT == 1) return x[0];
@@ -133,18 +150,8 @@ template <bool PLAIN>
 SHARED void weigh(const RoundedScratch &to, const StripQueries &queries, const KeyBatch &batch, int64_t segment, bool first) {
     constexpr int L = Lanes<float>::count;
     const float low = -infinity<float>(), high = infinity<float>();
-    Sums products[BATCH][STRIP_VECTORS];
-    for (int k = 0; k < BATCH; k++)
-        for (int n = 0; n < STRIP_VECTORS; n++) products[k][n] = start_of(batch.sums[k]);
-    for (int64_t w = 0; w < to.words; w++) {
-        Sums query[STRIP_VECTORS];
-        for (int n = 0; n < STRIP_VECTORS; n++) query[n] = *(const Sums *)(to.queries + w * STRIP + n * L);
-        for (int k = 0; k < BATCH; k++) {
-            Word key;
-            __builtin_memcpy(&key, batch.keys + k * batch.stride + w * WORD_DIMS, sizeof(Word));
-            for (int n = 0; n < STRIP_VECTORS; n++) products[k][n] = add_product(products[k][n], query[n], key);
-        }
-    }
+    Products products;
+    multiply(to.queries, batch.keys, batch.stride, to.words, batch.sums, products);
     // A loop that is not unrolled keeps the products in memory.
 #pragma GCC unroll 4
     for (int n = 0; n < STRIP_VECTORS; n++) {

@@ -28,18 +28,8 @@ SHARED void add_scores(const ScoreScratch &from, int64_t head, const int32_t *ke
     constexpr int L = Lanes<float>::count;
     const Word *queries = from.queries + head * from.words * STRIP;
     const float *factors = from.factors + head * STRIP;
-    Sums products[BATCH][STRIP_VECTORS];
-    for (int k = 0; k < BATCH; k++)
-        for (int n = 0; n < STRIP_VECTORS; n++) products[k][n] = start_of(key_sums[k]);
-    for (int64_t w = 0; w < from.words; w++) {
-        Sums query[STRIP_VECTORS];
-        for (int n = 0; n < STRIP_VECTORS; n++) query[n] = *(const Sums *)(queries + w * STRIP + n * L);
-        for (int k = 0; k < BATCH; k++) {
-            Word key;
-            __builtin_memcpy(&key, from.keys + (k * from.words + w) * WORD_DIMS, sizeof(Word));
-            for (int n = 0; n < STRIP_VECTORS; n++) products[k][n] = add_product(products[k][n], query[n], key);
-        }
-    }
+    Products products;
+    multiply(queries, from.keys, from.words * WORD_DIMS, from.words, key_sums, products);
     // A loop that is not unrolled keeps the products in memory.
 #pragma GCC unroll 4
     for (int n = 0; n < STRIP_VECTORS; n++) {

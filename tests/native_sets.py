@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose
-from ringtile.kernels.native.library import library
+from ringtile.kernels.native.library import library, reason_against
 
 INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon")
 
@@ -24,6 +24,14 @@ def set_number(name: str) -> int:
     if reason := handle.ringtile_isa_reason(names.index(name)).decode():
         pytest.skip(f"{name}: {reason}")
     return names.index(name)
+
+
+def native_or_composed(request: pytest.FixtureRequest) -> str:
+    """The parameter of a fixture, ``"native"`` or ``"composed"``; skip the test if there is no native kernel."""
+    name: str = request.param
+    if name == "native" and (reason := reason_against()):
+        pytest.skip(f"the native kernel cannot be used here: {reason}")
+    return name
 
 
 def use_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

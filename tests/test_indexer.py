@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from native_sets import INSTRUCTION_SETS, use_set
+from native_sets import INSTRUCTION_SETS, native_or_composed, use_set
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ringtile.adaptive import index_topk, indexer
 from ringtile.kernels.native import ranks
-from ringtile.kernels.native.library import reason_against
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
 from ringtile.tools.memory import peak_memory
 
@@ -22,10 +21,7 @@ from ringtile.tools.memory import peak_memory
 @pytest.fixture(autouse=True, params=["native", "composed"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run each test by the library, if there is one, and by PyTorch's own operations."""
-    name: str = request.param
-    if name == "native" and reason_against():
-        pytest.skip(f"the native kernel cannot be used here: {reason_against()}")
-    if name == "composed":
+    if (name := native_or_composed(request)) == "composed":
         monkeypatch.setattr(indexer, "reason_against", lambda: "not wanted")
     return name
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from native_sets import INSTRUCTION_SETS, use_set
+from native_sets import INSTRUCTION_SETS, native_or_composed, use_set
 from torch import Tensor
 
 from ringtile.kernels import native
 from ringtile.kernels.masses import pooled_masses
-from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.library import library
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ERRORS = {torch.float32: 2e-6, torch.float64: 1e-7, torch.bfloat16: 2e-6, torch.float16: 2e-6}
@@ -25,10 +25,7 @@ ERRORS = {torch.float32: 2e-6, torch.float64: 1e-7, torch.bfloat16: 2e-6, torch.
 @pytest.fixture(autouse=True, params=["native", "composed"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run each test by the native kernel, if there is one, and by PyTorch's own operations."""
-    name: str = request.param
-    if name == "native" and reason_against():
-        pytest.skip(f"the native kernel cannot be used here: {reason_against()}")
-    if name == "composed":
+    if (name := native_or_composed(request)) == "composed":
         monkeypatch.setattr(native, "pooled_masses", lambda *_: None)
     return name
 

@@ -709,7 +709,6 @@ static int check_masses(int isa, int number) {
     return failed;
 }
 
-// Masses of rounded queries and keys, of exact allocations: a read past the last key is one past a tensor.
 // 2^x of which the mantissa grows linearly.
 static double rough_exp2(double x) {
     if (x < -1000) return 0;
@@ -717,6 +716,7 @@ static double rough_exp2(double x) {
     return ldexp(1 + x - floor(x), (int)floor(x));
 }
 
+// Masses of rounded queries and keys, of exact allocations: a read past the last key is one past a tensor.
 static int check_rounded(int isa, int number) {
     static const int widths[] = {4, 8, 36, 64}, lengths[] = {1, 3, 8, 16, 40, 128};
     ringtile_call c = {0};

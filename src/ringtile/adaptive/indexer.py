@@ -83,12 +83,14 @@ def index_topk(
     rows = max(1, min(256, _BYTES // max(of_row, 1), _BYTES // (dtype.itemsize * heads * block)))
     plain = all(is_real(x) for x in (query, key, weights) if x is not None) and device.type == "cpu"
     native = plain and dtype == torch.float32 and not torch.compiler.is_compiling() and not reason_against()
-    # The library keeps no products.
     of_tile, most = _CACHED if device.type == "cpu" else (rows * heads, _BYTES)
-    rows = rows if native and rounded else min(rows, of_tile // heads or 1)
-    # Its strips have 32 queries.
-    rows = rows // 32 * 32 if rows > 32 and native and rounded else rows
-    of_key = max(1 if native and rounded else rows * heads, 2 * query.shape[3])
+    if native and rounded:
+        # The library keeps no products, and its strips have 32 queries.
+        rows, products = rows // 32 * 32 or rows, 1
+    else:
+        rows = min(rows, of_tile // heads or 1)
+        products = rows * heads
+    of_key = max(products, 2 * query.shape[3])
     widest = min(min(most, _BYTES) // dtype.itemsize // of_key, min(2 * most, _BYTES) // 32 // rows)
     tile = max(1, min(widest, _SPAN) // block) * block
     # Tiles of rounded keys. PyTorch's topk needs more memory than the library's.

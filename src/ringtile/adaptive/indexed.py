@@ -30,8 +30,9 @@ class IndexedAttention(nn.Module):
     them to the products of rank ``dim`` that are closest to the mean of the layer's.
 
     A call in training keeps `loss`, see `index_loss`, of some drawn queries. Add those of all layers to your loss, or
-    train by them alone: only the indexers get a gradient of it. First set ``warm_up`` to True: attention is dense, and
-    the indexer learns from all keys. Then set it to False: attention is sparse, and it learns from the chosen ones.
+    train by them alone: only the indexers get a gradient of it. First set ``warm_up`` to True: in training, attention
+    is dense, and the indexer learns from all keys. Then set it to False: attention is sparse, and it learns from the
+    chosen ones. Out of training, attention is sparse.
 
     A query chooses by itself and by keys that it may see: training leaks nothing, and generation makes the same choice.
 
@@ -243,12 +244,12 @@ class IndexedAttention(nn.Module):
             )
         (rule,) = rules_of(sparse_attention, pattern, is_causal)
         n_queries, n_keys, indices = query.shape[2], key.shape[2], None
-        learns = self.training and torch.is_grad_enabled()
+        learns, warms_up = self.training and torch.is_grad_enabled(), self.training and self.warm_up
         if (learns or self._measured) and not self.started:
             self.start(query, key, scale)
         if self._measured:
             self._measure(query, key, rule, key_mask, scale, *self._measured)
-        elif not self.warm_up and min(self._keys_of_heads) < n_keys:
+        elif not warms_up and min(self._keys_of_heads) < n_keys:
             with torch.no_grad():
                 most = min(max(self._keys_of_heads), n_keys) - self.first
                 found = self._best(*self.index(query, key), most, rule, key_mask)

@@ -34,7 +34,7 @@ from ringtile.kernels import native
 from ringtile.kernels.blockwise import chunks
 from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.philox import dropout_keep, dropout_scale
-from ringtile.kernels.plans import forget_plans
+from ringtile.kernels.plans import _plans
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -109,7 +109,7 @@ MODIFIERS["everything"]["scale"] = 0.7
 @pytest.fixture(scope="module", autouse=True, params=["without the native kernel", "with it"])
 def is_native(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Every test here runs on the native kernel, and on those that serve where it was not built."""
-    forget_plans()
+    _plans.clear()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "without the native kernel":
             patch.setattr(native, "reason_against", lambda: "not built")

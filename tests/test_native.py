@@ -546,7 +546,7 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
             # Nearly all long lists apart, or none that is not longer than a thread's share of everything.
             monkeypatch.setattr(native, "_SHARES_A_THREAD", piece)
             schedule._table.clear()
-            plans.forget_plans()
+            plans._plans.clear()
             phases.clear()
             found[threads, piece] = bits_of(problem, threads)
             apart = (False, 2) in {phase[:2] for phase in phases}
@@ -927,9 +927,9 @@ def small_calls() -> dict[str, Callable[[], Bits]]:
 def test_a_plan_serves_only_calls_of_its_structure() -> None:
     calls, expected = small_calls(), {}
     for name, call in calls.items():
-        plans.forget_plans()
+        plans._plans.clear()
         expected[name] = call()
-    plans.forget_plans()
+    plans._plans.clear()
     assert sum(torch.equal(x["out"], expected["plain"]["out"]) for x in expected.values()) == 2
     assert_same_bits(expected["rows with gaps"], expected["rows without gaps"])
     order = [*calls, *calls, *reversed(calls), *random.Random(0).sample([*calls], len(calls))]
@@ -1106,7 +1106,7 @@ def find_library(monkeypatch: pytest.MonkeyPatch, file: Path | None = None) -> N
     module = importlib.import_module("ringtile.kernels.native.library")
     if file is not None:
         monkeypatch.setattr(module, "__file__", str(file / "kernels" / "native" / "library.py"))
-    plans.forget_plans()
+    plans._plans.clear()
     monkeypatch.setattr(module, "_FOUND", module._find())
 
 

@@ -145,20 +145,6 @@ class Backend(Protocol):
         """Return the gradients of q, k and v, contiguous, in their dtypes."""
 
 
-class PreparingBackend(Backend, Protocol):
-    """A backend that does the part of a call that calls of equal structure share only once. Others lack these."""
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Any:
-        """Return what calls over these shapes, strides, dtypes and pairs share, or None.
-
-        It is the last argument of ``forward`` and ``backward``, which trust it unless the index has changed in place.
-        It refers to no tensor of the caller and not to the `BlockIndex`, so that both can die before it.
-        """
-
-    def pooled_masses(self, masses: Masses) -> Tensor | None:
-        """Return the result of the operator of this name, or None if the backend does not support the call."""
-
-
 class ListsBackend(Protocol):
     """The functions of a module that computes attention over lists, see `Backend`."""
 

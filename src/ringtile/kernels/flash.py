@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,34 +27,13 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST, _MULTIPLE = 256, 8
 
 
-class Given(NamedTuple):
-    """Inputs of a backward pass, ``[B, N, H, D]``, with the lse ``[B, H, N]``."""
-
-    out_grad: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-class Source(Protocol):
-    """Kernels from one package. Tensors are ``[B, N, H, D]``, the lse is ``[B, H, N]``."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the output and the lse."""
-
-    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v."""
-
-
 def _sides(band: Band) -> dict[str, int]:
     return {f"window_size_{side}": -1 if size is None else size for side, size in band._asdict().items()}
 
 
 @dataclass(frozen=True)
 class _Package:
-    """An installed version, with the module of its functions."""
+    """An installed version, with the module of its functions. Tensors are ``[B, N, H, D]``, the lse is ``[B, H, N]``."""
 
     module: Any
 
@@ -66,8 +45,8 @@ class _Cute(_Package):
         out, lse, *_ = self.module._flash_attn_fwd(q, k, v, return_lse=True, **self._options(band, scale))
         return out, lse
 
-    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
-        out_grad, q, k, v, out, lse = rows
+    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+        out_grad, _, q, k, v, out, lse = rows
         deterministic = torch.are_deterministic_algorithms_enabled()
         grads: tuple[Tensor, ...] = self.module._flash_attn_bwd(
             q, k, v, out, out_grad, lse, deterministic=deterministic, **self._options(band, scale)
@@ -88,11 +67,11 @@ class _Ampere(_Package):
         out, lse, *_ = self.module._flash_attn_forward(q, k, v, **self._options(band, scale, is_backward=False))
         return out, lse
 
-    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
         grads = {f"d{name}": torch.empty_like(getattr(rows, name)) for name in "qkv"}
         options = self._options(band, scale, is_backward=True)
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        self.module._flash_attn_backward(*rows, **grads, **options)
+        self.module._flash_attn_backward(rows.out_grad, *rows[2:], **grads, **options)
         return tuple(grads.values())
 
     @staticmethod
@@ -121,18 +100,20 @@ class Torch:
         )
         return out, lse
 
-    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v."""
         lengths, device = (rows.q.shape[1], rows.k.shape[1]), rows.q.device
         # The state of the dropout generator, unused without dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)
         options = {"scale": scale, **_sides(band)}
         grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
-            *rows, None, None, *lengths, 0.0, band.is_causal, *state, **options
+            rows.out_grad, *rows[2:], None, None, *lengths, 0.0, band.is_causal, *state, **options
         )
         return grads
 
 
+Source = _Cute | _Ampere | Torch
+"""Kernels from one package."""
 MODULES: tuple[tuple[str, Any], ...] = (
     ("flash_attn.cute.interface", _Cute),
     ("flash_attn_3.flash_attn_interface", _Hopper),
@@ -225,7 +206,7 @@ def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)
     width = _width(q.shape[-1], out.shape[-1])
     wide_grad, wide_q, wide_k, wide_v, wide_out = (_rows(x, width) for x in (out_grad, q, k, v, out))
-    given = Given(wide_grad, wide_q, wide_k, wide_v, wide_out, lse.contiguous())
+    given = Rows(wide_grad, None, wide_q, wide_k, wide_v, wide_out, lse.contiguous())
     with span(KERNEL):
         grads = source.backward(given, band, call.scale)
     q_grad, k_grad, v_grad = (
@@ -262,7 +243,7 @@ def _wrong(
     k, v = (drawn(203, 2 if grouped else 4) for _ in range(2))
     try:
         out, lse = source.forward(q, k, v, band, 0.2)
-        found = out, lse, *source.backward(Given(out_grad, q, k, v, out, lse), band, 0.2)
+        found = out, lse, *source.backward(Rows(out_grad, None, q, k, v, out, lse), band, 0.2)
         expected = _expected(q, k, v, out_grad, band, 0.2)
         return difference(("out", "lse", "q_grad", "k_grad", "v_grad"), found, expected, dtype)
     except ERRORS as error:

@@ -24,7 +24,8 @@ class Plan(NamedTuple):
 
     call: Call
     prepared: Any
-    """What the backend of the call prepared, or None if there is none that prepares: `select` names it at each call."""
+    """What ``prepare(q, k, v, index)`` of the call's backend returned, or None: then `select` names one at each call. It
+    is the last argument of ``forward`` and ``backward``, and refers neither to the caller's tensors nor to the index."""
     owner: ref[BlockIndex] | None
     """The index that the structure names or the prepared part points into. The plan leaves the cache when it dies."""
 
@@ -79,8 +80,3 @@ def make_plan(
         if len(_plans) > _MOST_PLANS:
             _plans.popitem(last=False)
     return plan
-
-
-def forget_plans() -> None:
-    """Forget all plans, for tests that change what they depend on, as the backends that are available."""
-    _plans.clear()

@@ -7,10 +7,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -336,27 +337,23 @@ def _wait_in_steps(work: dist.Work, watcher: Watcher) -> None:
 
 def aside(call: Callable[[], T], watcher: Watcher, limit: float = float("inf")) -> T:
     """Return the result of a call that blocks, made in a thread of its own while this one looks at the watcher."""
-    results: queue.SimpleQueue[tuple[T, None] | tuple[None, RuntimeError]] = queue.SimpleQueue()
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.put((call(), None))
+            result.set_result(call())
         except RuntimeError as error:
-            results.put((None, error))
+            result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     end = time.monotonic() + limit
     while True:
         try:
-            result, error = results.get(timeout=_STEP.total_seconds())
-        except queue.Empty:
+            return result.result(_STEP.total_seconds())
+        except TimeoutError:
             watcher.look()
             if time.monotonic() > end:
                 raise RankLost(watcher.stuck()) from None
-            continue
-        if error is not None:
-            raise error
-        return cast(T, result)
 
 
 def is_broken_connection(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ from ringtile.adaptive import (
     steps,
 )
 from ringtile.adaptive.steps import Pages, attend_step, check_steps, kept_tiles
-from ringtile.kernels import native, select
+from ringtile.kernels import select
 from ringtile.kernels.native.library import reason_against
 from ringtile.patterns import Causal
 
@@ -145,8 +145,8 @@ def test_the_native_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason_against():
         pytest.skip("needs the native library")
     ran: list[Any] = []
-    step = native.step
-    monkeypatch.setattr(select.native, "step", lambda *a: ran.append(1) or step(*a))
+    step = select.step
+    monkeypatch.setattr(select, "step", lambda *a: ran.append(1) or step(*a))
     x = [t.requires_grad_() for t in inputs(6, dtype=torch.float32, dims=16)]
     last = [x[0][:, :, -1:], *x[1:]]
     with torch.no_grad():

@@ -8,7 +8,7 @@ from torch import Tensor
 from ringtile.index import debug, derive
 from ringtile.index.restrict import restricted
 from ringtile.index.tile_index import TileIndex
-from ringtile.index.tiles import FULL, popcount, unpack_words
+from ringtile.index.tiles import popcount, unpack_words
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 from ringtile.patterns.facts import key_bounds
 from ringtile.patterns.local import Causal
@@ -93,19 +93,8 @@ class BlockIndex(TileIndex):
     @torch.inference_mode(False)
     def tiles(self) -> Tensor:
         """Bool ``[B or 1, H or 1, n_rows, n_cols]``: the tiles in the lists, with those that keep only bits outside."""
-        return self._mask_of(self.entries().number)
-
-    @cached_property
-    @torch.inference_mode(False)
-    def full_tiles(self) -> Tensor:
-        """Bool ``[B or 1, H or 1, n_rows, n_cols]``: the tiles that keep all pairs."""
-        number, state = self.entries()
-        return self._mask_of(number[state == FULL])
-
-    def _mask_of(self, number: Tensor) -> Tensor:
-        """Return the tiles of some entries in a mask for each batch element and head."""
         mask = torch.zeros(self.n_groups * self.n_rows * self.n_cols, dtype=torch.bool, device=self.device)
-        mask.index_fill_(0, number, True)
+        mask.index_fill_(0, self.entries().number, True)
         return mask.view(self.n_groups, self.n_rows, self.n_cols)[self.group.long()]
 
     @cached_property

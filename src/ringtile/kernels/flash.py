@@ -33,7 +33,7 @@ def _sides(band: Band) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Package:
-    """An installed version, with the module of its functions. Tensors are ``[B, N, H, D]``, the lse is ``[B, H, N]``."""
+    """An installed version and the module of its functions. Tensors are ``[B, N, H, D]``, the lse is ``[B, H, N]``."""
 
     module: Any
 

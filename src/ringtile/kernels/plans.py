@@ -24,8 +24,8 @@ class Plan(NamedTuple):
 
     call: Call
     prepared: Any
-    """What ``prepare(q, k, v, index)`` of the call's backend returned, or None: then `select` names one at each call. It
-    is the last argument of ``forward`` and ``backward``, and refers neither to the caller's tensors nor to the index."""
+    """What ``prepare(q, k, v, index)`` of the call's backend returned, the last argument of its ``forward`` and
+    ``backward``, or None: `select` names a backend at each call. It refers to no tensor of the caller nor the index."""
     owner: ref[BlockIndex] | None
     """The index that the structure names or the prepared part points into. The plan leaves the cache when it dies."""
 

@@ -8,11 +8,13 @@ from torch import Tensor
 from ringtile.index import restrict
 from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
 from ringtile.kernels.blockwise import lists as blockwise_lists
-from ringtile.kernels.contracts import BACKENDS, OF_LISTS, Backend, Call, Lists, Masses, lacking
+from ringtile.kernels.contracts import BACKENDS, OF_LISTS, Backend, Call, Lists, lacking
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native import chosen as native_lists
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.lists import kept_lists
+from ringtile.kernels.native.masses import native_masses as native_masses
+from ringtile.kernels.native.steps import step
 from ringtile.kernels.operators import is_differentiated, is_unseen
 from ringtile.kernels.triton import chosen as triton_lists
 
@@ -58,11 +60,6 @@ def is_logged() -> bool:
     return _logger.isEnabledFor(logging.DEBUG)
 
 
-def native_masses(masses: Masses) -> Tensor | None:
-    """Return pooled masses by the native kernel, or None if it does not support the call."""
-    return native.pooled_masses(masses)
-
-
 def native_step(
     query: Tensor, key: Tensor, value: Tensor, keep: Tensor, block: int, key_mask: Tensor | None, scale: float | None
 ) -> Tensor | None:
@@ -70,7 +67,7 @@ def native_step(
     if reason_against() or is_logged() or not is_unseen(query, key, value, keep, key_mask):
         return None
     plain = query.dtype == key.dtype == value.dtype and query.is_cpu and not is_differentiated(query, key, value)
-    return native.step(query, key, value, keep, block, key_mask, scale) if plain else None
+    return step(query, key, value, keep, block, key_mask, scale) if plain else None
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
@@ -81,23 +78,24 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
             raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
         return call.backend
     dense_first = q.dtype in before_native() and q.shape[2] >= dense.MATRIX_ROWS
-    # The log names every backend that was asked, with its reasons. Dynamo does not trace loggers.
     for name in _DENSE_FIRST if dense_first else _BACKENDS:
-        reasons = _BACKENDS[name].unsupported(q, k, v, call)
-        if not torch.compiler.is_compiling():
-            _logger.debug("backend %s: %s", name, reasons or "taken")
-        if not reasons:
+        if not _told("backend", name, _BACKENDS[name].unsupported(q, k, v, call)):
             return name
     raise AssertionError("blockwise serves every call")
+
+
+def _told(what: str, name: str, reasons: list[str]) -> list[str]:
+    """Return the reasons against a backend, after a line in the log. Dynamo does not trace loggers."""
+    if not torch.compiler.is_compiling():
+        _logger.debug("%s %s: %s", what, name, reasons or "taken")
+    return reasons
 
 
 def select_biased(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     """Return the backend of a call with a bias: the one it names, or the first without a reason against it."""
     for name in (call.backend,) if call.backend else BIASED:
         reasons = _BACKENDS[name].unsupported(q, k, v, call) if name in BIASED else ["does not support bias"]
-        if not torch.compiler.is_compiling():
-            _logger.debug("bias by %s: %s", name, reasons or "taken")
-        if not reasons:
+        if not _told("bias by", name, reasons):
             return name
     raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
 
@@ -112,9 +110,7 @@ def select_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> s
             reasons = reasons + lacking(call, "softcap", "alibi_slopes")
         if name == "triton":
             reasons = reasons + triton.only_by_name(call)
-        if not torch.compiler.is_compiling():
-            _logger.debug("lists by %s: %s", name, reasons or "taken")
-        if not reasons:
+        if not _told("lists by", name, reasons):
             return name
     raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
 

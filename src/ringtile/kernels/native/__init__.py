@@ -16,7 +16,6 @@ from ringtile.index.schedule import Order, derived, schedule_of
 from ringtile.kernels.contracts import (
     Added,
     Call,
-    Masses,
     Rows,
     accumulator,
     dense_tiles_reason,
@@ -26,10 +25,7 @@ from ringtile.kernels.contracts import (
 )
 from ringtile.kernels.native.checks import check_added, check_groups, check_options, check_rows, check_tensors
 from ringtile.kernels.native.library import BackwardPhase, CallStructure, ForwardPhase, Library, library, reason_against
-from ringtile.kernels.native.masses import compute as compute_masses
-from ringtile.kernels.native.masses import supports as supports_masses
 from ringtile.kernels.native.precision import arithmetic_of
-from ringtile.kernels.native.steps import step as compute_step
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KernelTime, listeners, span
 
@@ -422,21 +418,3 @@ def backward(
         job.run_lists(BackwardPhase.ROWS, heads, job.template.n_rows, 1.5 * job.template.operations)
         job.run_lists(BackwardPhase.COLUMNS, kv_heads, job.template.n_cols, 2 * job.template.operations)
     return q_grad.to(q.dtype), k_grad, v_grad
-
-
-def pooled_masses(masses: Masses) -> Tensor | None:
-    """Return the result of the operator of the same name, or None if the library does not support it."""
-    query, key = masses.query, masses.key
-    if reason_against() or not supports_masses(query, key):
-        return None
-    operations = 2.0 * query.shape[:3].numel() * key.shape[2] * key.shape[3]
-    threads = threads_of(operations)
-    return compute_masses(masses, threads=threads, ranges=lambda items: ranges(items, operations, threads))
-
-
-def step(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, block: int, key_mask: Tensor | None, scale: float | None
-) -> Tensor:
-    """Return the attention of the last query over the tiles that ``keep`` names, bool ``[B, H, 1, C]``."""
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    return compute_step(query, key, value, keep, block, key_mask, scale, threads_of)

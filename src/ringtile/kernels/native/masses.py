@@ -1,14 +1,14 @@
 """Masses of segments of keys, by the library: the call of `ringtile.kernels.masses`."""
 
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import Masses, in_bytes, with_contiguous_rows
+from ringtile.kernels.native import ranges, threads_of
 from ringtile.kernels.native.checks import DTYPES
-from ringtile.kernels.native.library import library
+from ringtile.kernels.native.library import library, reason_against
 
 _STRIP = 128
 """Rows that a thread computes together."""
@@ -17,14 +17,13 @@ _INT8 = 5
 """``RINGTILE_INT8`` of native/ringtile.h."""
 
 
-def supports(query: Tensor, key: Tensor) -> bool:
-    """Return True if the library computes these masses. It counts keys in 32 bits."""
-    return query.device.type == "cpu" and query.dtype != torch.float64 and key.shape[2] < 2**31
-
-
-def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tuple[int, int]]]) -> Tensor:
-    """Return the masses. ``ranges`` cuts a number of items into calls of bounded length."""
+def native_masses(masses: Masses) -> Tensor | None:
+    """Return the masses, or None if the library does not compute them. It counts keys in 32 bits."""
     query, key, seen, groups, bias, segment, pool, by_sign, scale = masses
+    if reason_against() or not query.is_cpu or query.dtype == torch.float64 or key.shape[2] >= 2**31:
+        return None
+    operations = 2.0 * query.shape[:3].numel() * key.shape[2] * key.shape[3]
+    threads = threads_of(operations)
     dtype, number, of_bytes = query.dtype, DTYPES[query.dtype], {}
     if pool == "rms":
         (query, of_query), (key, of_key) = in_bytes(query, scale * math.log2(math.e)), in_bytes(key)
@@ -59,7 +58,7 @@ def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tu
     # Whole groups, about a strip of rows, and enough items for all threads. No bit depends on it.
     of_strip, of_threads = _STRIP * pooled // max(rows, 1), -(-batch * heads * pooled // (_ITEMS_A_THREAD * threads))
     c.n_pooled, c.pooled_step = pooled, max(1, min(of_strip, of_threads, pooled))
-    for first, last in ranges(batch * heads * -(-pooled // c.pooled_step)):
+    for first, last in ranges(batch * heads * -(-pooled // c.pooled_step), operations, threads):
         c.first_item, c.last_item = first, last
         library().run(library().handle.ringtile_masses, c)
     return out

@@ -3,21 +3,19 @@
 An index has lists of columns, splits and checks, which serve many calls. To make them takes longer than a step.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import accumulator, pack_keys, with_contiguous_rows
+from ringtile.kernels.native import threads_of
 from ringtile.kernels.native.checks import check_tensors
 from ringtile.kernels.native.library import ForwardPhase, library
 from ringtile.kernels.native.precision import arithmetic_of
 
 
 def step(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, block: int, key_mask: Tensor | None, scale: float,
-    threads_of: Callable[[float], int],
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, block: int, key_mask: Tensor | None, scale: float | None
+) -> Tensor:
     """Return the attention of the last query over the tiles that ``keep`` names, bool ``[B, H, 1, C]``."""
     check_tensors(query, key, value)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, value_dim) = query.shape, value.shape
@@ -60,7 +58,7 @@ def step(
         place(key_bits=bits)
         c.key_words = bits.shape[1]
     arithmetic = arithmetic_of(query.dtype)
-    c.dtype, c.isa, c.scale = arithmetic.code, arithmetic.isa.number, scale
+    c.dtype, c.isa, c.scale = arithmetic.code, arithmetic.isa.number, head_dim**-0.5 if scale is None else scale
     c.threads = threads_of(2.0 * len(columns) * block * (head_dim + value_dim))
     c.phase, c.first_item, c.last_item = ForwardPhase.ATTEND, 0, groups
     library().run(library().handle.ringtile_forward, c)

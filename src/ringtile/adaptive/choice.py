@@ -1,7 +1,7 @@
 """Choose tiles by scores and a budget."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
 import torch
@@ -88,7 +88,7 @@ class Choice:
             return base
         # A choice has no gradient. Attention over it has, and to learn a choice takes an `IndexedAttention`.
         with torch.no_grad(), torch.autocast(view.key.device.type, enabled=False):
-            view = view.detached
+            view = replace(view, query=view.query.detach(), key=view.key.detach())
             found = self.scores(view)
             if self.scores.per_token:
                 tokens = torch.arange(base.n_queries, device=base.device)

@@ -243,12 +243,8 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, layer: _Layer, learns: bool, index_query: Tensor, index_key: Tensor, weights: Tensor
     ) -> Tensor:
-        (batch, n_heads, _, _), n_scores, groups, dtype = (
-            index_query.shape,
-            index_key.shape[2],
-            layer.groups,
-            layer.dtype,
-        )
+        (batch, n_heads), n_scores = index_query.shape[:2], index_key.shape[2]
+        groups, dtype = layer.groups, layer.dtype
         heads, own = n_heads // groups, layer.query.shape[1] // groups
         # A row holds its products by head, or the keys of its list.
         of_row, of_list = max(heads, own * layer.of_score) * dtype.itemsize, 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -64,11 +64,6 @@ class View:
     def summaries(self) -> Summaries:
         """The mean, the smallest and the largest of the keys of each tile."""
         return summaries(self.key, self.base.block, self.key_mask) if self.known is None else self.known
-
-    @cached_property
-    def detached(self) -> View:
-        """The same view, without gradients."""
-        return replace(self, query=self.query.detach(), key=self.key.detach())
 
     @property
     def rows_of_tiles(self) -> tuple[Tensor, Tensor]:

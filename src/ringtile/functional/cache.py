@@ -143,7 +143,11 @@ class LayerCache:
         position = torch.arange(self.length, self.length + n_new, device=key.device)
         new = self._new(key, value, position, key_mask)
         if n_new > _PIECE and self.held == self.length and self._attend is not None:
-            return self._attend_whole(self._attend, query, new)
+            seen = self._with(new)
+            mask, enable_gqa = seen.mask if self._masked else None, query.shape[1] != key.shape[1]
+            out: Tensor = self._attend(query, seen.key, seen.value, key_mask=mask, enable_gqa=enable_gqa)
+            self._store(new)
+            return out
         pieces = [
             self._attend_mask(query[:, :, first : first + _PIECE], new.narrowed(first, min(_PIECE, n_new - first)))
             for first in range(0, n_new, _PIECE)
@@ -202,14 +206,6 @@ class LayerCache:
 
     def _with(self, new: HeldKeys) -> HeldKeys:
         return new if self._held is None else self._present().joined(new)
-
-    def _attend_whole(self, attend: Callable[..., Any], query: Tensor, new: HeldKeys) -> Tensor:
-        """Compute many queries at once, while the cache still holds all keys in order."""
-        seen = self._with(new)
-        mask, enable_gqa = seen.mask if self._masked else None, query.shape[1] != new.key.shape[1]
-        out: Tensor = attend(query, seen.key, seen.value, key_mask=mask, enable_gqa=enable_gqa)
-        self._store(new)
-        return out
 
     def _attend_mask(self, query: Tensor, new: HeldKeys) -> Tensor:
         """Compute few queries: evaluate the rule at the true positions, then run dense attention over the kept keys."""

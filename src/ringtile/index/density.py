@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -78,7 +79,11 @@ def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float],
             raise ValueError(f"pattern: {pattern!r} has no free parameter to solve for")
         return _Point(size, measured(sized), sized)
 
-    points = [measure(_smallest(pattern))]
+    smallest = 1
+    with suppress(ValueError):
+        pattern.resized(0)
+        smallest = 0
+    points = [measure(smallest)]
     low = high = points[0]
     largest = sum(map(abs, lengths))
     while high.density < target and high.size < largest:
@@ -96,14 +101,6 @@ def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float],
     best = min(points, key=lambda point: point.error(target))
     reached = best.error(target) <= _TOLERANCE * target
     return Solution(best.pattern, best.density, reached, points[0].density, highest)
-
-
-def _smallest(pattern: Pattern) -> int:
-    try:
-        pattern.resized(0)
-    except ValueError:
-        return 1
-    return 0
 
 
 class _Point(NamedTuple):

@@ -20,7 +20,7 @@ def _options(call: Call) -> tuple[Call, ...]:
     return (call,) if call.dropout_p or call.softcap or call.alibi_slopes is not None else ()
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, limits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, limits: Tensor, *rest: Any) -> Any:
     call = Call(*rest)
     check_memory(("query", "key", "value", "indices", *OPTIONAL), (q, k, v, indices, *options_of(call)))
     # Lists that vmap repeats are views.
@@ -28,7 +28,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, limits: Tensor, *
     return contracts.OF_LISTS[call.backend].forward(q, k, v, lists, call.scale, *_options(call))
 
 
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(*arguments: Any) -> Any:
     rows, call = Rows(*arguments[:7]), Call(*arguments[9:])
     check_memory((*contracts.ROW_NAMES, "indices", *OPTIONAL), (*rows, arguments[7], *options_of(call)))
     lists = Lists(arguments[7].contiguous(), call.block, arguments[8].contiguous())

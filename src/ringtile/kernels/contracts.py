@@ -5,7 +5,7 @@ kept pairs come either as the tensors of a `BlockIndex` or as pattern text, whic
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 
@@ -145,26 +145,11 @@ class Backend(Protocol):
         """Return the gradients of q, k and v, contiguous, in their dtypes."""
 
 
-class ListsBackend(Protocol):
-    """The functions of a module that computes attention over lists, see `Backend`."""
-
-    @property
-    def unsupported(self) -> Callable[[Tensor, Tensor, Tensor, Lists, float], list[str]]:
-        """Return the reasons why this module does not support q, k, v, the lists and dropout_p."""
-
-    @property
-    def forward(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the output and the lse from q, k, v, the lists and the scale."""
-
-    @property
-    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-        """Return the gradients of q, k and v from `Rows`, the lists and the scale."""
-
-
 BACKENDS: dict[str, Any] = {}
 """The modules of all backends by name, see `Backend`. They import this module, so only `select` knows and sets them."""
-OF_LISTS: dict[str, ListsBackend] = {}
-"""Those that compute attention over lists. The first that supports a call runs."""
+OF_LISTS: dict[str, Any] = {}
+"""Those of attention over `Lists`: they take lists and a scale, or in ``unsupported`` dropout_p, in place of a call.
+The first that supports a call runs."""
 
 
 def pack_keys(keep: Tensor) -> Tensor:

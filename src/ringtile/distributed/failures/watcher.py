@@ -174,7 +174,10 @@ class Watcher(threading.Thread):
                     self._wake.clear()
                 self._leaving |= not is_registered(self._group())
                 if self._leaving and self._state == "on":
-                    self._goodbye()
+                    if self.member.hosts:
+                        settle(self._store, self._key("verdict"), _GONE)
+                    self._state = "bye"
+                    self._beat()
             self._linger()
         except RuntimeError:
             # The class of all exceptions of a store. A host that leaves waits until the others know, so this one died.
@@ -274,12 +277,6 @@ class Watcher(threading.Thread):
         finally:
             if end:
                 end_process()
-
-    def _goodbye(self) -> None:
-        if self.member.hosts:
-            settle(self._store, self._key("verdict"), _GONE)
-        self._state = "bye"
-        self._beat()
 
     def _linger(self) -> None:
         """Keep the store's server up until the other ranks have read why it goes down."""

@@ -93,14 +93,6 @@ def _merged(index: BlockIndex) -> BlockIndex:
     return replace(index, rows=rows, cols=cols).coarsen(128)
 
 
-def _in_blocks(index: BlockIndex) -> BlockIndex:
-    """Return the index in tiles that the kernels take: itself, or merged at its first use."""
-    if index.block in _BLOCKS:
-        return index
-    merged = derived(index, _merged)
-    return merged.at(replace(index.grid, block=merged.block))
-
-
 def padded(size: int) -> int:
     """Return the power of two that a side of a product is padded to."""
     return max(16, 1 << (size - 1).bit_length())
@@ -137,7 +129,10 @@ class Job(Problem):
         super().__init__(q, k, v, call.scale)
         index = index_of(call, q, k)
         with span(INDEX):
-            self.index = _in_blocks(index)
+            self.index = index
+            if index.block not in _BLOCKS:
+                merged = derived(index, _merged)
+                self.index = merged.at(replace(index.grid, block=merged.block))
             self.schedule = schedule_of(self.index)
         self.call = call
         self.scratch: list[Tensor] = []

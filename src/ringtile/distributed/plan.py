@@ -302,7 +302,10 @@ def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
         is_hot = asked > 0
     else:
         asked = (needs & ~holds).sum(0, dtype=torch.int32).long()
-        is_hot = _hot_tiles(asked, layout.n_ranks)
+        # No more tiles than one rank holds on average: a broadcast also reaches ranks that do not need its tile.
+        order = torch.argsort(asked, descending=True, stable=True)[: len(asked) // layout.n_ranks]
+        is_hot = torch.zeros_like(asked, dtype=torch.bool)
+        is_hot[order] = (asked[order] >= _HOT_RANKS) & (2 * asked[order] > layout.n_ranks)
     # For example, ranks 0 and 1 hold parts of a tile, and all four ranks need it: 2 ask for all of it, and 2 use it and
     # have a part. Each holder sends its tokens to 3 = 2 + 2 - 1 others, itself not counted.
     used = torch.bincount(held[needs[holder, held]], minlength=grid.n_cols)
@@ -346,15 +349,6 @@ def is_cut(layout: Layout, rank: int, block: int) -> bool:
             f"{rank}. Each is a call of its own"
         )
     return inside > 0
-
-
-def _hot_tiles(asked: Tensor, n_ranks: int) -> Tensor:
-    """Return the column tiles to broadcast, bool ``[C]``, from the number of ranks that ask for each."""
-    # No more than one rank holds on average: a broadcast also reaches ranks that do not need the tile.
-    order = torch.argsort(asked, descending=True, stable=True)[: len(asked) // n_ranks]
-    is_hot = torch.zeros_like(asked, dtype=torch.bool)
-    is_hot[order] = (asked[order] >= _HOT_RANKS) & (2 * asked[order] > n_ranks)
-    return is_hot
 
 
 def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piece], list[Tensor]]:

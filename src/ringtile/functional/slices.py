@@ -43,7 +43,11 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
     def attend(query: Tensor, key: Tensor, value: Tensor, pattern: Any = None, **options: Any) -> Any:
         _check(query, key, value, pattern, options)
         if options.get("dropout_p"):
-            options = _with_numbers(query, options)
+            # One seed for all slices, and numbers in the whole call: each slice would count its own from 0.
+            seed = drawn_seed(None, query) if options.get("seed") is None else options["seed"]
+            batch_at, head_at = (torch.arange(size, device=query.device) for size in query.shape[:2])
+            given = {name: x for name, x in options.items() if x is not None}
+            options = {"batch_at": batch_at, "head_at": head_at, **given, "seed": seed}
         limit = max(query.shape[0], 1) * max(key.shape[1], 1)
         count = 1 if slices is None else slices
         while True:
@@ -58,18 +62,6 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
             count *= 2
 
     return attend
-
-
-def _with_numbers(query: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call with dropout, with one seed for all slices and numbers of heads and batch rows."""
-    found = {**options}
-    # Numbers of heads and rows in the whole call: otherwise each slice would count its own from 0.
-    if found.get("seed") is None:
-        found["seed"] = drawn_seed(None, query)
-    for name, size in (("batch_at", query.shape[0]), ("head_at", query.shape[1])):
-        if found.get(name) is None:
-            found[name] = torch.arange(size, device=query.device)
-    return found
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> None:

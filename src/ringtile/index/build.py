@@ -40,14 +40,6 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def _raggedness(row: Tensor, col: Tensor, grid: TileGrid) -> Tensor | None:
-    """Return a number per tile, equal for tiles that the lengths cut in the same way, or None if they cut none."""
-    end = grid.start + grid.n_queries
-    sides = (grid.start, row == grid.first_row), (end, row == end // grid.block), (grid.n_keys, col == grid.n_cols - 1)
-    parts = [cut.long() << bit for bit, (edge, cut) in enumerate(sides) if edge % grid.block]
-    return sum(parts[1:], parts[0]) if parts else None
-
-
 def _tile_states(
     pattern: Pattern, head: int, number: Tensor, rows: Tensor, grid: TileGrid, collector: TileCollector
 ) -> Tensor:
@@ -60,9 +52,11 @@ def _tile_states(
     if len(row) == 0:
         return state
     distinct, inverse = torch.unique(classes, return_inverse=True)
-    ragged = _raggedness(row, col, grid)
-    if ragged is not None:
-        distinct, inverse = torch.unique(inverse * 8 + ragged, return_inverse=True)
+    end = grid.start + grid.n_queries
+    sides = (grid.start, row == grid.first_row), (end, row == end // grid.block), (grid.n_keys, col == grid.n_cols - 1)
+    # Tiles that the lengths cut in different ways differ.
+    if ragged := [cut.long() << bit for bit, (edge, cut) in enumerate(sides) if edge % grid.block]:
+        distinct, inverse = torch.unique(inverse * 8 + sum(ragged), return_inverse=True)
     first = first_of(inverse, len(distinct))
     head_number = torch.full((), head, device=row.device)
     states = [

@@ -95,7 +95,9 @@ def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float],
     highest = high.density
     bracketed = low.density < target <= high.density
     while bracketed and high.size - low.size > 1 and min(p.error(target) for p in points) > _GOOD_ENOUGH * target:
-        middle = measure(_between(low, high, target))
+        # The interpolated size, at least a tenth of the interval away from its ends.
+        share, width = (target - low.density) / (high.density - low.density), high.size - low.size
+        middle = measure(low.size + min(max(round(width * min(max(share, 0.1), 0.9)), 1), width - 1))
         points.append(middle)
         low, high = (middle, high) if middle.density < target else (low, middle)
     best = min(points, key=lambda point: point.error(target))
@@ -117,10 +119,3 @@ def _grown(low: _Point, high: _Point, target: float) -> int:
     rise = high.density - low.density
     ahead = (target - high.density) / rise * (high.size - low.size) if rise > 0 else math.inf
     return max(1, round(min(max(1.05 * ahead + high.size, 2 * high.size), 16 * high.size)))
-
-
-def _between(low: _Point, high: _Point, target: float) -> int:
-    """Return the interpolated size, at least a tenth of the interval away from its ends."""
-    share = (target - low.density) / (high.density - low.density)
-    width = high.size - low.size
-    return low.size + min(max(round(width * min(max(share, 0.1), 0.9)), 1), width - 1)

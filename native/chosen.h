@@ -9,7 +9,7 @@
 
 namespace ISA {
 
-constexpr int LIST_TILE = 64, MAX_RUN = 16;
+constexpr int LIST_TILE = 64, MAX_RUN = 16, KEY_ROWS = 256;
 constexpr int64_t SEGMENT_NUMBERS = 1 << 17;  // of keys and values, which leave room for the rows in the second cache
 
 INLINE int64_t whole_vectors(int64_t dims) {
@@ -75,7 +75,8 @@ struct ListItem {
             if (!empty[i]) lowest = min(lowest, low[i]), highest = max(highest, high[i]);
         }
         const int64_t number = b * c.kv_heads + kv, at = (b * lists.list_groups + group) * runs_of(c) + run;
-        const int64_t before = (number * (lists.last_run - lists.first_run) + run - lists.first_run) * lists.weights_room;
+        const int64_t runs = lists.last_run - lists.first_run;
+        const int64_t before = ((number - lists.first_head) * runs + run - lists.first_run) * lists.weights_room;
         weights = lists.weights ? lists.weights + before + max(0, one) * 2 * length * c.block * ratio : nullptr;
         if (one < 0) {
             length = lists.union_length[at];
@@ -196,22 +197,38 @@ inline void list_union(const ringtile_call &c, int64_t number, float *memory) {
     lists.union_length[number] = found <= lists.union_room && lists.union_cost * found <= listed ? found : 0;
 }
 
+// A row that keeps a key, and what it adds to the key's gradients.
+struct KeptBy {
+    int32_t key, row;
+    float weight, slope;
+};
+
+// Runs whose sums of gradients are added up by themselves: those of one chain of sums over all queries would round more than
+// PyTorch's. The rows of few heads stay in a cache meanwhile.
+INLINE int64_t runs_of_sums(const ringtile_call &c) {
+    const int64_t ratio = c.heads / c.kv_heads;
+    return max(1, KEY_ROWS / (c.lists.run * (ratio <= DECODE_QUERIES ? ratio : 1)));
+}
+
 struct ListScratch {
-    static constexpr int COUNT = 13;
+    static constexpr int COUNT = 16;
     float *rows, *grad_rows, *lanes, *grad_lanes, *sums, *softmax;  // of all rows
     float *keys, *values, *scores, *grads, *few;                    // of a tile
-    float *key_sums, *value_sums;                                   // of a chunk of keys
+    float *key_sums, *value_sums, *kept, *by_key, *begins;          // of a chunk of keys
     uint8_t *met;                                                   // its keys that have sums
     ListItem *items;                                                // that are computed together
 
     // The number of floats before a field.
     static int64_t before(const ringtile_call &c, int field) {
-        const int64_t d = whole_vectors(c.head_dim), dv = whole_vectors(c.value_dim), all = max(c.heads / c.kv_heads, MAX_BLOCK);
+        const int64_t d = whole_vectors(c.head_dim), dv = whole_vectors(c.value_dim), ratio = c.heads / c.kv_heads;
         const int64_t chunk = c.work.phase == RINGTILE_LISTS_KEY_GRADS ? c.lists.chunk_keys : 0;
+        const int64_t few = chunk && ratio <= DECODE_QUERIES ? runs_of_sums(c) * c.lists.run * ratio : 0;
+        const int64_t all = max(few, max(ratio, MAX_BLOCK));
         const int64_t tile = LIST_TILE * GROUP<float>;
         const int64_t counts[COUNT] = {all * d, all * dv, MAX_BLOCK * d, MAX_BLOCK * dv, MAX_BLOCK * max(d, dv), 2 * MAX_BLOCK,
                                        LIST_TILE * d, LIST_TILE * dv, tile, tile, 2 * DECODE_QUERIES * MAX_BLOCK, chunk * d,
-                                       chunk * dv};
+                                       chunk * dv, few * chunk * (int64_t)sizeof(KeptBy) / 4,
+                                       few * chunk * (int64_t)sizeof(KeptBy) / 4, 2 * (chunk / 2 + 1)};
         int64_t sum = 0;
         for (int i = 0; i < field; i++) sum += counts[i];
         return sum;
@@ -224,7 +241,7 @@ struct ListScratch {
     ListScratch(const ringtile_call &c, float *x)
         : met((uint8_t *)(x + before(c, COUNT))), items((ListItem *)(x + before(c, COUNT) + (c.lists.chunk_keys / 8 + 1) * 2)) {
         float **places[COUNT] = {&rows, &grad_rows, &lanes, &grad_lanes, &sums, &softmax, &keys, &values, &scores, &grads, &few,
-                                 &key_sums, &value_sums};
+                                 &key_sums, &value_sums, &kept, &by_key, &begins};
         for (int i = 0; i < COUNT; i++) *places[i] = x + before(c, i);
     }
 
@@ -572,47 +589,94 @@ inline void list_queries(const ringtile_call &c, int64_t head, int64_t part, int
 }
 
 // Add what an item left to the sums of the keys from `low` to `high` - 1.
-inline void add_key_grads(const ringtile_call &c, const ListItem &item, int64_t low, int64_t high, const ListScratch &to) {
+inline void add_key_grads(const ringtile_call &c, const ListItem &item, const KeyList &list, int64_t low, int64_t high,
+                          const ListScratch &to) {
     constexpr int L = Lanes<float>::count;
-    const KeyList list = item.list(c, low, high);
-    if (list.first == list.last) return;
     const int64_t ratio = c.heads / c.kv_heads, depth = item.queries * ratio;
     auto add = [&](const ListKeys &tile, const float *weights, const float *rows, int64_t width, float *sums) {
         const int64_t padded = whole_vectors(width);
-        auto each = [&](int64_t d, int vectors, auto product) INLINE_LAMBDA {
-            for (int k = 0; k < tile.count; k++) {
-                if (tile.keys[k] < 0) continue;
-                float *sum = sums + (tile.keys[k] - low) * padded + d;
-                const bool met = to.met[tile.keys[k] - low];
-                for (int n = 0; n < vectors; n++)
-                    store(sum + n * L, met ? load(sum + n * L) + product(k, n) : product(k, n));
-            }
-        };
-        if (depth == 1)
-            return each(0, (int)(padded / L), [&](int k, int n) INLINE_LAMBDA { return weights[k] * load(rows + n * L); });
         for (int64_t d = 0; d < padded; d += GROUP<float>) {
             const int vectors = (int)min(NR, (padded - d) / L);
             matmul<float, true>(vectors, weights, depth, rows + d, padded, to.scores, GROUP<float>, tile.count, depth, false);
-            each(d, vectors, [&](int k, int n) INLINE_LAMBDA { return load(to.scores + k * GROUP<float> + n * L); });
+            for (int k = 0; k < tile.count; k++) {
+                if (tile.keys[k] < low || tile.keys[k] >= high) continue;
+                float *sum = sums + (tile.keys[k] - low) * padded + d;
+                const bool met = to.met[tile.keys[k] - low];
+                for (int n = 0; n < vectors * L; n += L) {
+                    const Vec<float> product = load(to.scores + k * GROUP<float> + n);
+                    store(sum + n, met ? load(sum + n) + product : product);
+                }
+            }
         }
     };
-    load_rows(c, item, item.kv * ratio, (int)ratio, c.q, c.q_stride, c.head_dim, to.rows);
-    load_rows(c, item, item.kv * ratio, (int)ratio, c.backward.out_grad, c.backward.out_grad_stride, c.value_dim, to.grad_rows);
     for (int64_t place = list.first; place < list.last; place += LIST_TILE) {
         const ListKeys tile(c, item, list, place);
         add(tile, item.slopes + place * depth, to.rows, c.head_dim, to.key_sums);
         add(tile, item.weights + place * depth, to.grad_rows, c.value_dim, to.value_sums);
         for (int k = 0; k < tile.count; k++)
-            if (tile.keys[k] >= 0) to.met[tile.keys[k] - low] = 1;
+            if (tile.keys[k] >= low && tile.keys[k] < high) to.met[tile.keys[k] - low] = 1;
     }
 }
 
-// Add the sums of a chunk of keys over the runs of the call to the gradients, which are float32: one chain of sums over all
-// queries would round more than PyTorch's.
-INLINE void key_grads(const ringtile_call &c, int64_t head, int64_t low, int64_t high, const ListScratch &to) {
-    __builtin_memset(to.met, 0, high - low);
-    each_of_runs(c, head / c.kv_heads, head % c.kv_heads, 0, c.lists.first_run, c.lists.last_run,
-                 [&](const ListItem &item) { add_key_grads(c, item, low, high, to); });
+// Add rows in N vectors, times what they add, to sums, which are zeros if none met the key before.
+template <int N>
+INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const float *rows, int64_t width, float *sums, bool met) {
+    constexpr int L = Lanes<float>::count;
+    Vec<float> sum[N] = {};
+    for (int n = 0; n < N && met; n++) sum[n] = load(sums + n * L);
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < N; n++) sum[n] += kept[i].*factor * load(rows + kept[i].row * width + n * L);
+    for (int n = 0; n < N; n++) store(sums + n * L, sum[n]);
+}
+INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const float *rows, int64_t width, float *sums, bool met) {
+    constexpr int L = Lanes<float>::count;
+    int64_t d = 0;
+    for (; width - d >= 8 * L; d += 8 * L) add_kept<8>(kept, count, factor, rows + d, width, sums + d, met);
+    for (; width - d >= 4 * L; d += 4 * L) add_kept<4>(kept, count, factor, rows + d, width, sums + d, met);
+    for (; d < width; d += L) add_kept<1>(kept, count, factor, rows + d, width, sums + d, met);
+}
+
+// Add the sums of a chunk of keys over runs [first, last) to the gradients, which are float32.
+inline void key_grads(const ringtile_call &c, int64_t head, int64_t low, int64_t high, int64_t first, int64_t last,
+                      const ListScratch &to) {
+    const int64_t ratio = c.heads / c.kv_heads, keys = high - low;
+    const int64_t width = whole_vectors(c.head_dim), value_width = whole_vectors(c.value_dim);
+    KeptBy *kept = (KeptBy *)to.kept, *by_key = (KeptBy *)to.by_key;
+    int32_t *begins = (int32_t *)to.begins, count = 0;
+    __builtin_memset(to.met, 0, keys);
+    each_of_runs(c, head / c.kv_heads, head % c.kv_heads, 0, first, last, [&](const ListItem &item) {
+        const KeyList list = item.list(c, low, high);
+        if (list.first == list.last) return;
+        ListScratch own = to;
+        const int64_t row = ratio <= DECODE_QUERIES ? (item.query - first * c.lists.run) * ratio : 0;
+        own.rows += row * width, own.grad_rows += row * value_width;
+        load_rows(c, item, item.kv * ratio, (int)ratio, c.q, c.q_stride, c.head_dim, own.rows);
+        load_rows(c, item, item.kv * ratio, (int)ratio, c.backward.out_grad, c.backward.out_grad_stride, c.value_dim,
+                  own.grad_rows);
+        if (item.bits || ratio > DECODE_QUERIES) return add_key_grads(c, item, list, low, high, own);
+        // A list that is not sorted can have more keys here, and other ones.
+        for (int64_t place = list.first; place < min(list.last, list.first + keys); place++) {
+            const int64_t key = ((int64_t)item.entries[place >> list.shift] << list.shift) + (place & (c.block - 1)) - low;
+            if (key < 0 || key >= keys) continue;
+            for (int64_t r = 0, at = place * ratio; r < ratio; r++, at++)
+                kept[count++] = {(int32_t)key, (int32_t)(row + r), item.weights[at], item.slopes[at]};
+        }
+    });
+    if (count) {
+        // The rows of a key follow one another, so that its sums stay in registers.
+        __builtin_memset(begins, 0, (keys + 1) * sizeof(int32_t));
+        for (int i = 0; i < count; i++) begins[kept[i].key + 1]++;
+        for (int64_t key = 0; key < keys; key++) begins[key + 1] += begins[key];
+        for (int i = 0; i < count; i++) by_key[begins[kept[i].key]++] = kept[i];
+        for (int64_t key = 0, begin = 0; key < keys; begin = begins[key++]) {
+            const int rows = (int)(begins[key] - begin);
+            if (!rows) continue;
+            add_kept(by_key + begin, rows, &KeptBy::slope, to.rows, width, to.key_sums + key * width, to.met[key]);
+            add_kept(by_key + begin, rows, &KeptBy::weight, to.grad_rows, value_width, to.value_sums + key * value_width,
+                     to.met[key]);
+            to.met[key] = 1;
+        }
+    }
     auto add = [&](const float *sums, int64_t width, void *grads) {
         for (int64_t key = low; key < high; key++) {
             if (!to.met[key - low]) continue;
@@ -632,12 +696,15 @@ inline void list_item(const ringtile_call &c, int64_t number, float *memory) {
     const ListScratch to(c, memory);
     if (c.work.phase == RINGTILE_LISTS_KEY_GRADS) {
         const int64_t chunks = (c.n_keys + lists.chunk_keys - 1) / lists.chunk_keys, low = number % chunks * lists.chunk_keys;
-        return key_grads(c, number / chunks, low, min(low + lists.chunk_keys, c.n_keys), to);
+        const int64_t step = runs_of_sums(c), high = min(low + lists.chunk_keys, c.n_keys);
+        for (int64_t first = lists.first_run; first < lists.last_run; first += step)
+            key_grads(c, lists.first_head + number / chunks, low, high, first, min(first + step, lists.last_run), to);
+        return;
     }
     const int64_t parts = (c.heads / c.kv_heads + lists.list_rows - 1) / lists.list_rows;
     const int64_t steps = (lists.last_run - lists.first_run + lists.item_runs - 1) / lists.item_runs;
     const int64_t first = lists.first_run + number % steps * lists.item_runs;
-    list_queries(c, number / steps / parts, number / steps % parts, first, min(first + lists.item_runs, lists.last_run), to);
+    list_queries(c, lists.first_head + number / steps / parts, number / steps % parts, first, min(first + lists.item_runs, lists.last_run), to);
 }
 
 }  // namespace ISA

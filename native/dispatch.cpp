@@ -235,7 +235,7 @@ static constexpr Field fields[] = {
     MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
     MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign) MASSES(relu) MASSES(query_scale) MASSES(key_scale) MASSES(key_sum)
     LISTS(indices) LISTS(indices_stride) LISTS(list_groups) LISTS(list_length) LISTS(limits) LISTS(limits_stride)
-    LISTS(list_rows) LISTS(run) LISTS(item_runs) LISTS(first_run) LISTS(last_run) LISTS(union_entries)
+    LISTS(list_rows) LISTS(run) LISTS(item_runs) LISTS(first_run) LISTS(last_run) LISTS(first_head) LISTS(union_entries)
     LISTS(union_bits) LISTS(union_length) LISTS(union_room) LISTS(union_cost) LISTS(chunk_keys) LISTS(weights)
     LISTS(weights_room)
 };

@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 16
+#define RINGTILE_ABI 17
 
 // FLOAT32_PARTS is float32 whose products may take a number as the sum of two bfloat16 numbers, in sets with tiles. INT8 is
 // for ringtile_masses and ringtile_scores alone.
@@ -167,13 +167,13 @@ typedef struct ringtile_call {
     // is computed at once if its union, [B, list_groups, runs, union_room], has a length: if `union_cost` times its entries
     // are no more than those of its lists. Then `run` times the heads of a key head is 16 at most. Items are unions,
     // list_rows heads of a key head for item_runs runs of the call, 1 if runs are 1 and 8 at most, or chunk_keys keys.
-    // `weights` has weights_room numbers per key head and run of the call: two for each place in a list, query and head. The
-    // gradients of keys and values are float32, start as zeros, and each call adds its sums.
+    // `weights` has weights_room numbers per key head from first_head on and run of the call: two for each place in a list,
+    // query and head. The gradients of keys and values are float32, start as zeros, and each call adds its sums.
     struct {
         const int32_t *indices;
         int64_t indices_stride, list_groups, list_length;
         const int32_t *limits;
-        int64_t limits_stride, list_rows, run, item_runs, first_run, last_run;
+        int64_t limits_stride, list_rows, run, item_runs, first_run, last_run, first_head;
         int32_t *union_entries;
         uint16_t *union_bits;
         int64_t *union_length, union_room, union_cost, chunk_keys;

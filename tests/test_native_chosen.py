@@ -148,6 +148,17 @@ def test_runs_that_go_through_segments_of_keys(case: Case, near: bool, monkeypat
         check(case, dtype, near=near)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_keys_of_unions_and_of_single_queries(heads: int) -> None:
+    """Both add to the gradients of the same keys."""
+    case = Case(1, heads, 1, 48, 200, 64, 48, length=60)
+    near, far = draw_lists(case, near=True), draw_lists(case)
+    mixed = near._replace(indices=torch.cat([near.indices[:, :, :20], far.indices[:, :, 20:]], 2).contiguous())
+    lengths = union_lengths(inputs := draw_inputs(case, torch.float32), mixed)
+    assert lengths.unique().tolist()[0] == 0 < int(lengths.max())
+    check_these(inputs, mixed, case)
+
+
 @pytest.mark.parametrize(("heads", "same"), [(1, True), (1, False), (8, True), (16, True)])
 def test_a_key_of_many_queries_rounds_like_pytorch(heads: int, same: bool) -> None:
     """16,384 queries keep it, and terms of one sign are the worst case of a chain of sums."""

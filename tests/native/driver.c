@@ -836,7 +836,7 @@ static int check_lists(int isa, int number) {
     const int64_t ratio = ratios[draw(5)];
     c.isa = isa, c.dtype = types[number % 3], c.threads = 1 + (int)draw(2), c.block = blocks[draw(4)];
     c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2), c.heads = c.kv_heads * ratio, c.options.scale = scales[draw(3)];
-    c.n_queries = 1 + draw(9), c.n_keys = 1 + draw(200), c.head_dim = widths[draw(6)], c.value_dim = widths[draw(6)];
+    c.n_queries = 1 + draw(draw(6) ? 9 : 400), c.n_keys = 1 + draw(200), c.head_dim = widths[draw(6)], c.value_dim = widths[draw(6)];
     c.lists.list_groups = draw(2) ? c.kv_heads : 1, c.lists.list_rows = 16 + draw(80), c.lists.run = ratio > 8 ? 1 : 1 + draw(16 / (uint32_t)ratio), c.lists.chunk_keys = 1 + draw(150);
     c.lists.item_runs = c.lists.run == 1 ? 1 : 1 + draw(2), c.lists.union_cost = 1 + draw(3);
     const int64_t blocks_of_keys = (c.n_keys + c.block - 1) / c.block, n_rows = c.batch * c.heads * c.n_queries;
@@ -891,15 +891,19 @@ static int check_lists(int isa, int number) {
     c.work.phase = RINGTILE_LISTS_FORWARD, c.lists.last_run = runs, c.work.last_item = c.batch * c.kv_heads * parts * ((runs + c.lists.item_runs - 1) / c.lists.item_runs);
     failed |= ringtile_lists(&c);
     c.lists.weights_room = 2 * c.lists.run * (length > c.lists.union_room ? length : c.lists.union_room) * c.block * ratio;
-    c.lists.weights = allocate(c.batch * c.kv_heads * window * c.lists.weights_room, 4);
-    for (int64_t first = 0; first < runs; first = c.lists.last_run) {
-        c.lists.first_run = first, c.lists.last_run = first + window < runs ? first + window : runs;
-        c.work.phase = RINGTILE_LISTS_QUERY_GRADS, c.work.last_item = c.batch * c.kv_heads * parts * ((c.lists.last_run - first + c.lists.item_runs - 1) / c.lists.item_runs);
-        failed |= ringtile_lists(&c);
-        c.work.phase = RINGTILE_LISTS_KEY_GRADS;
-        c.work.last_item = c.batch * c.kv_heads * ((c.n_keys + c.lists.chunk_keys - 1) / c.lists.chunk_keys);
-        failed |= ringtile_lists(&c);
-    }
+    const int64_t together = 1 + draw((uint32_t)(c.batch * c.kv_heads));
+    c.lists.weights = allocate(together * window * c.lists.weights_room, 4);
+    for (; c.lists.first_head < c.batch * c.kv_heads; c.lists.first_head += together)
+        for (int64_t first = 0; first < runs; first = c.lists.last_run) {
+            const int64_t left = c.batch * c.kv_heads - c.lists.first_head, heads = left < together ? left : together;
+            c.lists.first_run = first, c.lists.last_run = first + window < runs ? first + window : runs;
+            c.work.phase = RINGTILE_LISTS_QUERY_GRADS;
+            c.work.last_item = heads * parts * ((c.lists.last_run - first + c.lists.item_runs - 1) / c.lists.item_runs);
+            failed |= ringtile_lists(&c);
+            c.work.phase = RINGTILE_LISTS_KEY_GRADS;
+            c.work.last_item = heads * ((c.n_keys + c.lists.chunk_keys - 1) / c.lists.chunk_keys);
+            failed |= ringtile_lists(&c);
+        }
     problem p = {0};
     p.c = c, p.c.dtype = c.dtype, p.wide = RINGTILE_FLOAT32, p.ratio = ratio, p.kept = kept;
     p.q = q, p.k = k, p.v = v, p.out = out, p.out_grad = out_grad, p.scale = c.options.scale;

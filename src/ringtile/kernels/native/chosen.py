@@ -24,8 +24,8 @@ _DIRECT = 4
 """Heads of a key head whose queries are computed one by one with their dims in the lanes, at most."""
 _UNION_COST = 6
 """A row of a union with all lanes takes as long as this many pairs of such queries."""
-_WINDOW = 256
-"""Queries whose weights wait for the gradients of keys, at most. These are sums of the sums of windows."""
+_WINDOW = 1024
+"""Queries whose weights wait for the gradients of keys, at most."""
 _WEIGHTS = 1 << 22
 """Float32 numbers of weights that wait, or an eighth of the tensors' own, unless one run has more."""
 _KEYS_OF_A_QUERY = 64
@@ -117,12 +117,13 @@ class _Job:
             self.c.first_item, self.c.last_item = first, last
             library().run(library().handle.ringtile_lists, self.c)
 
-    def run_queries(self, phase: ListsPhase, first: int, last: int, products: float) -> None:
-        """Run a phase whose items are runs, from ``first`` to ``last`` - 1."""
+    def run_queries(self, phase: ListsPhase, heads: int, first: int, last: int, products: float) -> None:
+        """Run a phase whose items are runs of some key heads, from ``first`` to ``last`` - 1."""
         c = self.c
         c.first_run, c.last_run = first, last
-        items = c.batch * c.kv_heads * -(-self.ratio // c.list_rows) * -(-(last - first) // c.item_runs)
-        self.run(phase, items, products * self.operations * (last - first) / self.runs)
+        items = heads * -(-self.ratio // c.list_rows) * -(-(last - first) // c.item_runs)
+        part = heads / (c.batch * c.kv_heads) * (last - first) / self.runs
+        self.run(phase, items, products * self.operations * part)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
@@ -133,7 +134,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tupl
         return out.zero_(), lse.fill_(-math.inf)
     job.place("out", out)
     job.keep("lse", lse)
-    job.run_queries(ListsPhase.FORWARD, 0, job.runs, 1.0)
+    job.run_queries(ListsPhase.FORWARD, len(k) * k.shape[1], 0, job.runs, 1.0)
     return out, lse
 
 
@@ -165,10 +166,15 @@ def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Te
     c.weights_room = 2 * entries * c.block * job.ratio
     heads = c.batch * c.kv_heads
     room = max(_WEIGHTS, sum(x.numel() for x in (q, k, v)) // 8)
-    window = min(job.runs, -(-_WINDOW // c.run), max(1, room // (heads * c.weights_room)))
-    job.keep("weights", lse.new_empty(window * heads * c.weights_room))
-    for first in range(0, job.runs, window):
-        last = min(first + window, job.runs)
-        job.run_queries(ListsPhase.QUERY_GRADS, first, last, 1.5)
-        job.run(ListsPhase.KEY_GRADS, heads * chunks, job.operations * (last - first) / job.runs)
+    # Many queries of some heads before the others: each window reads and writes the gradients of all its keys.
+    window = min(job.runs, -(-_WINDOW // c.run), max(1, room // c.weights_room))
+    together = min(heads, max(1, room // (window * c.weights_room)))
+    job.keep("weights", lse.new_empty(window * together * c.weights_room))
+    for c.first_head in range(0, heads, together):
+        some = min(together, heads - c.first_head)
+        for first in range(0, job.runs, window):
+            last = min(first + window, job.runs)
+            job.run_queries(ListsPhase.QUERY_GRADS, some, first, last, 1.5)
+            operations = job.operations * some / heads * (last - first) / job.runs
+            job.run(ListsPhase.KEY_GRADS, some * chunks, operations)
     return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)

@@ -27,7 +27,7 @@ VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
 ``none``. Builds for tests have ``amx_emulated`` too."""
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 """``RINGTILE_ABI`` of native/ringtile.h."""
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")

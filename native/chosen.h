@@ -620,7 +620,8 @@ inline void add_key_grads(const ringtile_call &c, const ListItem &item, const Ke
 
 // Add rows in N vectors, times what they add, to sums, which are zeros if none met the key before.
 template <int N>
-INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const float *rows, int64_t width, float *sums, bool met) {
+INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const float *rows, int64_t width, float *sums,
+                     bool met) {
     constexpr int L = Lanes<float>::count;
     Vec<float> sum[N] = {};
     for (int n = 0; n < N && met; n++) sum[n] = load(sums + n * L);
@@ -628,7 +629,8 @@ INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const
         for (int n = 0; n < N; n++) sum[n] += kept[i].*factor * load(rows + kept[i].row * width + n * L);
     for (int n = 0; n < N; n++) store(sums + n * L, sum[n]);
 }
-INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const float *rows, int64_t width, float *sums, bool met) {
+INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const float *rows, int64_t width, float *sums,
+                     bool met) {
     constexpr int L = Lanes<float>::count;
     int64_t d = 0;
     for (; width - d >= 8 * L; d += 8 * L) add_kept<8>(kept, count, factor, rows + d, width, sums + d, met);
@@ -704,7 +706,8 @@ inline void list_item(const ringtile_call &c, int64_t number, float *memory) {
     const int64_t parts = (c.heads / c.kv_heads + lists.list_rows - 1) / lists.list_rows;
     const int64_t steps = (lists.last_run - lists.first_run + lists.item_runs - 1) / lists.item_runs;
     const int64_t first = lists.first_run + number % steps * lists.item_runs;
-    list_queries(c, lists.first_head + number / steps / parts, number / steps % parts, first, min(first + lists.item_runs, lists.last_run), to);
+    list_queries(c, lists.first_head + number / steps / parts, number / steps % parts, first,
+                 min(first + lists.item_runs, lists.last_run), to);
 }
 
 }  // namespace ISA

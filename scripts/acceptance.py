@@ -53,8 +53,7 @@ def _time(row: Row) -> float:
 
 def _settled(row: Row) -> float:
     """Return the time at the clock of the run, to compare rows of different rounds."""
-    assert row.settled_ms is not None
-    return row.settled_ms
+    return _time(row) * (row.clock or 1.0)
 
 
 def _speed(row: Row) -> float:

@@ -51,10 +51,8 @@ class Record:
         """Return a record with the facts about this machine."""
         return cls(**origin(command), **fields)
 
-    @staticmethod
-    def row_of(found: Any) -> Any:
-        """Return a row from its JSON. Raises KeyError or TypeError for other fields."""
-        raise NotImplementedError
+    row_of: ClassVar[Any]
+    """A function that returns a row from its JSON. Raises KeyError or TypeError for other fields."""
 
     def to_json(self) -> str:
         """Return one JSON object, for `from_json`, with a line per row."""

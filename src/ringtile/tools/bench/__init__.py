@@ -212,11 +212,6 @@ def run_bench(
     return replace(record, interrupted=False)
 
 
-def wrong_rows(record: Record) -> list[Row]:
-    """Return ringtile's rows without a time: wrong results, or none at all."""
-    return [row for row in record.rows if row.peer == OURS and row.median_ms is None]
-
-
 def _table(rows: list[Row]) -> str:
     first = rows[0]
     lines = [
@@ -368,7 +363,8 @@ def measure_tasks(tasks: Sequence[Task], args: argparse.Namespace) -> int:
         if doubtful := sum(bool(row.doubts) for row in record.rows):
             print(f"{doubtful} of {len(record.rows)} rows are doubtful (!). Measure again on a machine that is idle.")
         save(record)
-    complaints = [f"{row.pattern}, N {row.n_tokens}, {row.direction}: {row.reason}" for row in wrong_rows(record)]
+    wrong = [row for row in record.rows if row.peer == OURS and row.median_ms is None]
+    complaints = [f"{row.pattern}, N {row.n_tokens}, {row.direction}: {row.reason}" for row in wrong]
     if before is not None:
         complaints += slower_rows(record, before, args.max_slowdown)
     for complaint in complaints:

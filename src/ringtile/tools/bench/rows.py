@@ -76,11 +76,6 @@ class Row:
         return (self.pattern, *sizes, *parts, self.dtype, self.device, self.direction, self.peer)
 
     @property
-    def settled_ms(self) -> float | None:
-        """The median at the clock of the run, to compare it with rows of other rounds."""
-        return None if self.median_ms is None else self.median_ms * (self.clock or 1.0)
-
-    @property
     def of_limit(self) -> float | None:
         """The limit over the time: 1 is as fast as this processor can be. None if either is not known."""
         return None if self.limit_ms is None or self.median_ms is None else self.limit_ms / self.median_ms
@@ -129,10 +124,7 @@ class Record(record.Record):
 
     OF: ClassVar[str] = "ringtile bench"
 
-    @staticmethod
-    def row_of(found: Any) -> Row:
-        """Return a row from its JSON."""
-        return Row(**found)
+    row_of = staticmethod(lambda found: Row(**found))
 
 
 class BreakEven(NamedTuple):

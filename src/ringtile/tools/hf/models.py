@@ -94,15 +94,6 @@ def _ask_hub(name: str) -> bool:
     return True
 
 
-class Source(NamedTuple):
-    """A model in float32 with eager attention, and its tokenizer."""
-
-    name: str
-    model: Any
-    encode: Callable[[str], list[int]] | None
-    """The token ids of a text, or None if there is no tokenizer."""
-
-
 def attention_config(model: Any) -> Any:
     """Return the config of a model, or of its first part, that has a number of heads, or None."""
     configs = [part.config.get_text_config() for part in parts_of(model)]
@@ -120,8 +111,11 @@ def _loader(transformers: Any, config: Any) -> Any:
 
 def load_model(
     source: str | None, random_weights: Path | None, n_tokens: int, seed: int = 0, only_causal: bool = True
-) -> Source:
-    """Load a folder of ``save_pretrained``, a GGUF file, a name on the hub, or a ``config.json`` or its folder."""
+) -> tuple[str, Any, Callable[[str], list[int]] | None]:
+    """Load a folder of ``save_pretrained``, a GGUF file, a name on the hub, or a ``config.json`` or its folder.
+
+    Returns the name, the model in float32 with eager attention, and its tokenizer, if it has one.
+    """
     if (source is None) == (random_weights is None):
         raise ValueError("MODEL: expected a model or --random-weights CONFIG, got " + ("both" if source else "neither"))
     if n_tokens < 2:
@@ -164,7 +158,7 @@ def load_model(
     if longest is not None and n_tokens > longest and model.main_input_name == "input_ids":
         raise ValueError(f"--tokens: expected at most {longest}, the model's max_position_embeddings, got {n_tokens}")
     encode = None if random_weights is not None else _tokenizer(transformers, source, where)
-    return Source(name, model.eval(), encode)
+    return name, model.eval(), encode
 
 
 def _tokenizer(transformers: Any, source: str, where: dict[str, Any]) -> Callable[[str], list[int]] | None:

@@ -80,9 +80,11 @@ class Tiles:
         heads, batch = self.sizes.heads, self.sizes.batch
         if self._of is not None and self._of[0]._covers is not None:
             (whole, first), covers = self._of, self._of[0]._covers
-            return ((copies, covers[whole._cover_of[group]]) for group, copies in whole.groups(first, heads))
-        found = candidates(self.pattern, self.grid, num_heads=heads, batch=batch)
-        return ((copies, Cover(*_singles_first(cover))) for copies, cover in found)
+            yield from ((copies, covers[whole._cover_of[group]]) for group, copies in whole.groups(first, heads))
+            return
+        for copies, cover in candidates(self.pattern, self.grid, num_heads=heads, batch=batch):
+            wide = cover.hi - cover.lo > 1
+            yield copies, Cover(*(torch.cat([x[~wide], x[wide]]) for x in cover))
 
     def covers(self) -> Iterator[Cover]:
         """Yield the distinct covers, intervals of one tile first."""
@@ -94,11 +96,6 @@ class Tiles:
     def needed(self, rows: Tensor, ranks: Tensor, n_ranks: int) -> Tensor:
         """Return the column tiles that ranks need for these of their rows, bool ``[P, C]``."""
         return touched(self.covers() if len(rows) else (), self.pattern, rows, ranks, n_ranks, self.grid)
-
-
-def _singles_first(cover: Cover) -> Iterator[Tensor]:
-    wide = cover.hi - cover.lo > 1
-    return (torch.cat([x[~wide], x[wide]]) for x in cover)
 
 
 class Split(NamedTuple):

@@ -160,7 +160,4 @@ class Record(record.Record):
 
     OF: ClassVar[str] = "ringtile quality"
     ROWS: ClassVar[str] = "cells"
-
-    @staticmethod
-    def row_of(found: Any) -> Cell:
-        return Cell.of(found)
+    row_of = Cell.of

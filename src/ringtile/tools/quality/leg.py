@@ -339,7 +339,9 @@ def table(cells: Iterable[Cell]) -> list[str]:
             if reasons := [cell.measured.reason for cell in group if cell.measured.reason]:
                 others.append(f"{' '.join(words.values())}: {reasons[0]}")
             else:
-                seconds = _seconds(timed.get((scores, budget, asked), []))
+                timings = timed.get((scores, budget, asked), [])
+                found = {head: _figures(timings, name) for head, name in _SECONDS.items()}
+                seconds = {head: f"{statistics.mean(each):.2f}" if each else "" for head, each in found.items()}
                 shown.append({**words, **(_kept(group) if judges else {}), **seconds})
         marked = [f"- below the floor of {floor:.1%}"] if any(row["  scores"][0] == "-" for row in shown) else []
         lines += ["", what, *aligned(shown, 3), *others, *marked, *(_by_text(rows) if judges else [])]
@@ -375,11 +377,6 @@ def floor_of(tokens: int, block: int, forced: int = 1) -> float:
     """Return the tile density of causal attention that keeps each query's own tile alone, or ``forced`` tiles."""
     rows = -(-tokens // block)
     return sum(min(row, forced) for row in range(1, rows + 1)) / (rows * (rows + 1) / 2)
-
-
-def _seconds(group: list[Cell]) -> dict[str, str]:
-    found = {head: _figures(group, name) for head, name in _SECONDS.items()}
-    return {head: f"{statistics.mean(figures):.2f}" if figures else "" for head, figures in found.items()}
 
 
 def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:

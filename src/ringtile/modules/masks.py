@@ -1,31 +1,23 @@
 """Read PyTorch's attention masks, in which True or -inf means that a pair is dropped."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns import Pattern, from_mask
+from ringtile.patterns import Causal, Pattern, from_mask
 from ringtile.patterns.mask import one_of_equals, read_once
 
 
-class AttnMask(NamedTuple):
-    """The pairs that an ``attn_mask`` keeps: the causal ones (lower right), or those of a pattern."""
-
-    is_causal: bool
-    pattern: Pattern | None = None
-
-
-def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> AttnMask:
-    """Read which pairs a mask of `torch.nn.MultiheadAttention` keeps, ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``.
+def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Pattern:
+    """Return the pairs that a mask of `torch.nn.MultiheadAttention` keeps, ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``.
 
     True or -inf drops a pair. A traced graph cannot read values: there, ``is_causal`` says that the mask is the causal
     one. Raises ValueError if a floating-point mask has other values than 0 and -inf, or a traced graph has no hint.
     """
     if torch.compiler.is_compiling():
         if is_causal and mask.shape[-1] == mask.shape[-2]:
-            return AttnMask(is_causal=True)
+            return Causal()
         raise ValueError(
             "attn_mask: a traced graph cannot look at its values: expected is_causal=True with the square causal mask, "
             f"or pattern= for the kept pairs, got {is_causal=}"
@@ -34,7 +26,7 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Att
     return read_once(mask, _read, batch, heads)
 
 
-def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
+def _read(mask: Tensor, batch: int, heads: int) -> Pattern:
     with torch.no_grad():
         if mask.is_floating_point():
             kept = mask == 0
@@ -51,26 +43,17 @@ def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
         # PyTorch's layers repeat a mask for each head, and one pattern serves all of them.
         kept = one_of_equals(kept)
         if torch.equal(kept, torch.ones_like(kept).tril(n_keys - n_queries)):
-            return AttnMask(is_causal=True)
-        return AttnMask(is_causal=False, pattern=from_mask(kept))
+            return Causal()
+        return from_mask(kept)
 
 
-class Padding(NamedTuple):
-    """The content of a ``key_padding_mask``, per key ``[B, Nk]``."""
-
-    key_mask: Tensor
-    """bool, True for keys to attend to."""
-    bias: Tensor | None
-    """Values to add to the scores of the keys, or None."""
-
-
-def read_key_padding_mask(mask: Tensor) -> Padding:
-    """Read a ``key_padding_mask`` ``[B, Nk]`` of `torch.nn.MultiheadAttention`, bool or floating point."""
+def read_key_padding_mask(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the keys that a ``key_padding_mask`` ``[B, Nk]`` keeps, bool, and what to add to their scores, if any."""
     if not mask.is_floating_point():
-        return Padding(~mask, None)
+        return ~mask, None
     # Scores of -inf are better dropped than added: their keys may hold NaN.
     key_mask = mask != -math.inf
     bias = mask.masked_fill(~key_mask, 0)
     if torch.compiler.is_compiling() or mask.requires_grad or bool(bias.any()):
-        return Padding(key_mask, bias)
-    return Padding(key_mask, None)
+        return key_mask, bias
+    return key_mask, None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.attend import Attend, checked_rule
 from ringtile.index import build_index
-from ringtile.modules.masks import AttnMask, read_attn_mask, read_key_padding_mask
+from ringtile.modules.masks import read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import tile_weights
 from ringtile.patterns import Causal, Dense, Pattern
 
@@ -292,24 +292,24 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
     def _how(self, given: _Given, batch: int) -> dict[str, Any]:
         """Return the options of ``attend``: the pairs that the pattern and the masks keep, and dropout."""
-        mask, rule = AttnMask(given.is_causal), self.pattern
+        rule, is_causal = self.pattern, given.is_causal
         if given.attn_mask is not None:
-            mask = read_attn_mask(given.attn_mask, batch, self.num_heads, given.is_causal)
-        if mask.pattern is not None:
-            rule = mask.pattern if rule is None else rule & mask.pattern
+            mask = read_attn_mask(given.attn_mask, batch, self.num_heads, is_causal)
+            is_causal = isinstance(mask, Causal)
+            if not is_causal:
+                rule = mask if rule is None else rule & mask
         dropout_p = self.dropout if self.training else 0.0
-        return {"pattern": rule, "is_causal": mask.is_causal, "key_mask": None, "dropout_p": dropout_p}
+        return {"pattern": rule, "is_causal": is_causal, "key_mask": None, "dropout_p": dropout_p}
 
     def _padded(self, q: Tensor, k: Tensor, mask: Tensor, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return queries and keys whose products hold the values of a padding mask, and note its keys in ``how``."""
-        padding = read_key_padding_mask(mask.view(-1, mask.shape[-1]))
-        how["key_mask"] = padding.key_mask
-        if padding.bias is None:
+        how["key_mask"], added = read_key_padding_mask(mask.view(-1, mask.shape[-1]))
+        if added is None:
             return q, k
         # The bias of a key is one more coordinate. The query's coordinate cancels the scale: with 64 dims, a bias of 3
         # is 8 * 3 in the product, and the scale of 1 / 8 leaves 3.
         how["scale"] = self.head_dim**-0.5
-        bias = padding.bias.clamp(min=torch.finfo(k.dtype).min).to(k.dtype)
+        bias = added.clamp(min=torch.finfo(k.dtype).min).to(k.dtype)
         bias = bias[:, None, :, None].expand(-1, self.num_heads, -1, -1)
         q = torch.cat([q, q.new_full((*q.shape[:3], 1), math.sqrt(self.head_dim))], -1)
         return q, torch.cat([k, bias], -1)

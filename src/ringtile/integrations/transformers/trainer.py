@@ -12,17 +12,6 @@ from transformers import Trainer
 
 from ringtile.integrations.transformers.parallel import ContextParallel
 
-_EXPECTED = {
-    "model": "expected the one that context_parallel got",
-    "label_smoothing_factor": "expected 0, because Trainer would shift the labels of a shard again",
-    "average_tokens_across_devices": "expected True, because each rank has a part of the tokens",
-    "compute_loss_func": "expected None, because it would see the logits and labels of a shard",
-    "compute_metrics": "expected None, because it would see the logits and labels of shards",
-    "train_sampling_strategy": "expected one that does not balance batches between ranks",
-    "parallelism_config": "expected None, because Accelerate would refuse windows and strip masks",
-}
-"""Settings of which the Trainer would compute a loss or a metric of a shard, and what to set instead."""
-
 
 class CPTrainer(Trainer):  # type: ignore[misc]
     """The Trainer of transformers, for a model that `context_parallel` has shared.
@@ -48,17 +37,20 @@ class CPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
         self.cp = cp
         args: Any = self.args
-        for name, wrong in (
-            ("model", self.model is not cp.model),
-            ("label_smoothing_factor", args.label_smoothing_factor != 0),
-            ("average_tokens_across_devices", not args.average_tokens_across_devices),
-            ("compute_loss_func", self.compute_loss_func is not None),
-            ("compute_metrics", self.compute_metrics is not None),
-            ("train_sampling_strategy", getattr(args, "train_sampling_strategy", "") == "batch_rebalance"),
-            ("parallelism_config", getattr(args, "parallelism_config", None) is not None),
+        strategy = getattr(args, "train_sampling_strategy", None)
+        parallelism = getattr(args, "parallelism_config", None)
+        # Settings of which the Trainer would compute a loss or a metric of a shard.
+        for name, wrong, wanted in (
+            ("model", self.model is not cp.model, "the one that context_parallel got"),
+            ("label_smoothing_factor", args.label_smoothing_factor != 0, "0, or Trainer would shift labels again"),
+            ("average_tokens_across_devices", not args.average_tokens_across_devices, "True, because ranks have parts"),
+            ("compute_loss_func", self.compute_loss_func is not None, "None, because it would see a shard's logits"),
+            ("compute_metrics", self.compute_metrics is not None, "None, because it would see a shard's logits"),
+            ("train_sampling_strategy", strategy == "batch_rebalance", "one that does not balance between ranks"),
+            ("parallelism_config", parallelism is not None, "None, because Accelerate would refuse windows"),
         ):
             if wrong:
-                raise ValueError(f"{name}: {_EXPECTED[name]}")
+                raise ValueError(f"{name}: expected {wanted}")
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
                 "model: expected one that divides its loss by num_items_in_batch, got "

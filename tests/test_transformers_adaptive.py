@@ -190,14 +190,15 @@ def test_prompt_in_chunks_and_exact_decoding(cache: str) -> None:
 
 def test_queries_before_the_last_key() -> None:
     """All pairs of an encoder's static cache would let queries see its room."""
-    from ringtile.integrations.transformers.attention import _adapted
+    from ringtile.integrations.transformers.attention import _adapted, softmax_of
     from ringtile.integrations.transformers.masks import KeptPairs
 
     q, k = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 30, 16)
     kept = KeptPairs(Window(5), 0, None, 0)
     with pytest.raises(ValueError, match="attend: expected queries that end with the keys"):
-        _adapted(sparse_attention, q, k, k, kept, {}, {})
-    causal = _adapted(sparse_attention, q, k, k, kept._replace(pattern=Causal() & Window(5)), {}, {})
+        _adapted(sparse_attention, q, k, k, kept, {}, softmax_of(q, k, {}))
+    kept = kept._replace(pattern=Causal() & Window(5))
+    causal = _adapted(sparse_attention, q, k, k, kept, {}, softmax_of(q, k, {}))
     expected = sparse_attention(q, k[:, :, :20], k[:, :, :20], Causal() & Window(5))
     assert torch.equal(causal, expected)
 

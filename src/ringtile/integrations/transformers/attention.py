@@ -191,10 +191,6 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     by: LayerAttend = None,
     decode: LayerDecode = None,
@@ -229,34 +225,40 @@ def attend(
     chosen = None if indices is None else Chosen(indices.unsqueeze(1))
     if blocks is not None:
         chosen = Chosen(blocks, module.indexer.block_size)  # type: ignore[union-attr, arg-type]
-    if (chosen := learned(module, query, key, kept, chosen, scaling)) is not None:
+    if (chosen := learned(module, query, key, kept, chosen, options.get("scaling"))) is not None:
         kept = kept._replace(pattern=kept.pattern & chosen)
-    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    softmax = softmax_of(query, key, options)
     if query.shape[2] == 1 and kept.pattern == Dense():
         # Its place matters to ALiBi alone: no key is after it.
         kept = kept._replace(start=n_keys - 1)
     scores: dict[str, Any] = {} if bias_of is None else bias_of(query, key, kept.start)
-    limits = {"softcap": softcap or None, "s_aux": s_aux, **scores}
     by_layer, choice = for_layer("attend", by, module), for_layer("decode", decode, module)
     if by_layer is not None and (query.shape[2] > 1 or getattr(by_layer, "steps", False)):
-        out = _adapted(by_layer, query, key, value, kept, limits, options)
+        out = _adapted(by_layer, query, key, value, kept, scores, softmax)
         return out.transpose(1, 2).contiguous(), None
     if query.shape[2] == 1 and choice is not None:
-        out = _step(choice, query, key, value, kept, limits, options)
+        out = _step(choice, query, key, value, kept, scores, softmax)
         return out.transpose(1, 2).contiguous(), None
-    options |= limits_of(softcap, s_aux) | scores
+    softmax |= scores
     if kept.key_mask is not None and kept.key_mask.dim() == 3:
-        out = _by_head(query, key, value, kept.key_mask, options)
+        out = _by_head(query, key, value, kept.key_mask, softmax)
     else:
         in_graph = kept.pattern.text is not None or not torch.compiler.is_compiling()
         compute: Any = sparse_attention if in_graph else _outside_graphs
-        out = compute(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **options)
+        out = compute(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **softmax)
     return out.transpose(1, 2).contiguous(), None
 
 
-def limits_of(softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
-    """Return the options of a softmax for the bound of scores and the sinks of a layer."""
-    return {"softcap": softcap or 0.0, "sinks": None if s_aux is None else s_aux.flatten()}
+def softmax_of(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `sparse_attention` for the arguments of a layer."""
+    sinks = options.get("s_aux")
+    return {
+        "dropout_p": options.get("dropout", 0.0),
+        "scale": options.get("scaling"),
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "softcap": options.get("softcap") or 0.0,
+        "sinks": None if sinks is None else sinks.flatten(),
+    }
 
 
 _outside_graphs = torch.compiler.disable(
@@ -267,10 +269,10 @@ _outside_graphs = torch.compiler.disable(
 
 @torch.compiler.disable(reason="attention that follows the content needs an index that is built outside graphs")  # type: ignore[untyped-decorator]
 def _adapted(
-    compute: Attend, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, limits: Any, options: Any
+    compute: Attend, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, scores: Any, softmax: Any
 ) -> Tensor:
     """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask."""
-    _check_limits(limits, "attend")
+    _check_limits(softmax, scores, "attend")
     pattern, key_mask, end = kept.pattern, kept.key_mask, kept.start + query.shape[2]
     if end < key.shape[2] and sees_no_future(pattern):
         # A static cache has room after the last query: of 512 keys, a prompt of 100 tokens has filled 100.
@@ -281,23 +283,25 @@ def _adapted(
             f"attend: expected queries that end with the keys, got {query.shape=} at {kept.start}, {key.shape=}"
         )
     rule = None if pattern in (Dense(), Causal()) else pattern
-    out: Tensor = compute(query, key, value, pattern=rule, is_causal=pattern == Causal(), key_mask=key_mask, **options)
+    out: Tensor = compute(query, key, value, pattern=rule, is_causal=pattern == Causal(), key_mask=key_mask, **softmax)
     return out
 
 
-def _check_limits(limits: dict[str, Any], argument: str) -> None:
+def _check_limits(softmax: dict[str, Any], scores: dict[str, Any], argument: str) -> None:
+    """Take softcap and sinks out of the options. Raise ValueError if a layer has them or a bias."""
+    limits = {"softcap": softmax.pop("softcap") or None, "s_aux": softmax.pop("sinks"), **scores}
     if refused := [name for name, limit in limits.items() if limit is not None]:
         raise ValueError(f"{refused[0]}: expected a layer without softcap, sinks and bias for {argument}=, got one")
 
 
 @torch.compiler.disable(reason="a step that follows the content chooses its tiles outside graphs")  # type: ignore[untyped-decorator]
 def _step(
-    choice: Choice, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, limits: Any, options: Any
+    choice: Choice, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, scores: Any, softmax: Any
 ) -> Tensor:
     """Compute the attention of one query over the tiles of the cache that a choice keeps."""
-    _check_limits(limits, "decode")
+    _check_limits(softmax, scores, "decode")
     pages, n_keys = getattr(key, PAGES, None), key.shape[2]
-    if kept.pattern != Causal() or kept.start != n_keys - 1 or options["dropout_p"]:
+    if kept.pattern != Causal() or kept.start != n_keys - 1 or softmax["dropout_p"]:
         raise ValueError(
             "decode: expected a causal layer, a DynamicCache with all its keys, no pattern= and no dropout, got "
             f"{kept.pattern!r}; give this layer None"
@@ -309,7 +313,7 @@ def _step(
         )
     # Of fewer keys than a tile there is nothing to choose, and nothing to remember.
     known = Pages(choice) if pages is None else pages.setdefault(choice, Pages(choice))
-    return attend_step(choice, known, query, key, value, key_mask=kept.key_mask, scale=options["scale"])
+    return attend_step(choice, known, query, key, value, key_mask=kept.key_mask, scale=softmax["scale"])
 
 
 def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: dict[str, Any]) -> Tensor:

@@ -23,9 +23,9 @@ from ringtile.distributed.transports import group_of
 from ringtile.integrations.transformers.attention import (
     GivenPattern,
     check_arguments,
-    limits_of,
     pattern_of_layer,
     read_pattern,
+    softmax_of,
 )
 from ringtile.integrations.transformers.masks import (
     KeptPairs,
@@ -141,70 +141,40 @@ def _begins(positions: Tensor) -> Tensor:
 
 
 def shard_mask(
+    *,
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
-    *,
-    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor:
     """Return the rule of a mask function, as transformers' mask interface asks for a mask."""
-    from transformers import masking_utils
-
     if attention_mask is not None:
         raise ValueError(
             "attention_mask: expected none in a model whose tokens are shared between ranks, got "
             f"{attention_mask.shape=}; give the mask of all tokens to shard_batch"
         )
-    if q_length != kv_length or kv_offset or isinstance(q_offset, Tensor) or q_offset:
+    first = options.get("q_offset", 0)
+    if q_length != kv_length or options.get("kv_offset") or isinstance(first, Tensor) or first:
         raise ValueError(f"use_cache: expected False in context parallelism, got {q_length} queries, {kv_length} keys")
-    function = masking_utils.causal_mask_function if mask_function is None else mask_function
-    rule = None if use_vmap else read_rule(function, 0, kv_length, on_shard=True)
+    rule = None if options.get("use_vmap") else read_rule(mask_function, 0, kv_length, on_shard=True)
     if rule is None:
         raise ValueError(
             "attention mask: expected causal, sliding, chunked or bidirectional rules in context parallelism, got one "
-            f"that a shard cannot tell ({function.__qualname__})"
+            f"that a shard cannot tell ({mask_function.__qualname__})"
         )
-    return carrier(KeptPairs(rule, 0, None, 0, is_packed=is_packed(function)), batch_size, q_length, kv_length, device)
+    kept = KeptPairs(rule, 0, None, 0, is_packed=is_packed(mask_function))
+    return carrier(kept, batch_size, q_length, kv_length, device)
 
 
 def attend_shard(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    cp_batch: BatchFacts | _Probe | None = None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer for a rank's tokens, like `attend`, with the facts of the batch."""
     check_arguments(options)
-    kept = _checked_kept(module, query, attention_mask, cp_batch)
-    assert isinstance(cp_batch, BatchFacts)
-    layout, cp = cp_batch.layout, cp_batch.cp
-    # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
-    pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
-    cp.record(kept.pattern, pattern, layout, query, key, value)
-    softmax = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    padding = {"key_mask": cp_batch.key_mask, "key_lengths": cp_batch.key_lengths}
-    limits: dict[str, Any] = limits_of(softcap, s_aux) | softmax | padding
-    out = ring_attention(query, key, value, pattern, layout=layout, group=cp.group, **limits)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _checked_kept(
-    module: nn.Module, query: Tensor, attention_mask: Tensor | None, cp_batch: BatchFacts | _Probe | None
-) -> KeptPairs:
-    """Return the rule of a layer. Raise ValueError if its mask or the facts of the batch are missing or do not fit."""
+    cp_batch: BatchFacts | _Probe | None = options.get("cp_batch")
     if cp_batch is None:
         raise ValueError("cp_batch: expected the facts of the batch, got None; call model(**cp.shard_batch(batch))")
     if not isinstance(attention_mask, PatternMask):
@@ -228,7 +198,13 @@ def _checked_kept(
             f"attn_temperature_tuning: expected fewer than {module.floor_scale} tokens, because longer rows scale "
             f"queries by their place in the shard, got {layout.n_tokens}"
         )
-    return kept
+    # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
+    pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
+    cp.record(kept.pattern, pattern, layout, query, key, value)
+    padding = {"key_mask": cp_batch.key_mask, "key_lengths": cp_batch.key_lengths}
+    softmax: dict[str, Any] = softmax_of(query, key, options) | padding
+    out = ring_attention(query, key, value, pattern, layout=layout, group=cp.group, **softmax)
+    return out.transpose(1, 2).contiguous(), None
 
 
 class ContextParallel:

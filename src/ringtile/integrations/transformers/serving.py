@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
-from ringtile.integrations.transformers.attention import KEPT, check_arguments, limits_of, pattern_of_layer
+from ringtile.integrations.transformers.attention import KEPT, check_arguments, pattern_of_layer, softmax_of
 from ringtile.integrations.transformers.registry import parts_of, register_pair
 from ringtile.integrations.transformers.rounded_pages import Rounding, register_roundings, restored, rounded
 from ringtile.patterns import Causal, Window
@@ -114,16 +114,12 @@ def _attend_paged(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     cache: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Write the new keys ``[1, Hkv, Nq, D]`` of all requests, read those of each, and compute its attention."""
-    if cache is None or attention_mask is not None or dropout:
+    if cache is None or attention_mask is not None or options.get("dropout"):
         raise ValueError(
             f"cache: expected a call of continuous batching, without a mask and dropout, got {type(cache).__name__}; "
             "leave the context of continuous_batching for other calls"
@@ -135,7 +131,7 @@ def _attend_paged(
         if pattern is not None and sliding_window is not None and not moves_along(pattern):
             raise ValueError(f"pattern: expected one that moves along for layers with a window, got {pattern!r}")
         rule = rule if pattern is None else rule & pattern
-    how = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1], **limits_of(softcap, s_aux)}
+    how = softmax_of(query, key, options)
     # Transformers' record of the pages of a layer. Older versions have none.
     layer: Any = module.layer_idx
     allocator = getattr(cache, "layer_to_allocator", {}).get(layer)

@@ -1,6 +1,6 @@
 """Self-attention of diffusers' models over a pattern. This module does not import diffusers."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
@@ -93,9 +93,7 @@ class _SparseAttention(TorchFunctionMode):
         self.pattern = pattern
         self.calls = 0
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1

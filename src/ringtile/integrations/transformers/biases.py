@@ -90,9 +90,7 @@ class _Frames(Tensor):
     real_frames: Tensor
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in ("unsqueeze", "expand", "transpose", "__and__", "__invert__"):
             return args[0]
         if func.__name__ == "all":
@@ -121,11 +119,7 @@ def _mask(real: Tensor | None, x: Tensor, rule: Pattern | None = None) -> Tensor
 
 
 def _attend_parakeet(
-    module: Any,
-    hidden_states: Tensor,
-    position_embeddings: Tensor,
-    attention_mask: Tensor | None = None,
-    **options: Any,
+    module: Any, hidden_states: Tensor, position_embeddings: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
     if module.training and getattr(module.config, "dropout_positions", 0.0):
         raise ValueError(f"dropout_positions: expected 0 in training, got {module.config.dropout_positions}")
@@ -173,13 +167,7 @@ def _by_slopes(slopes: Tensor, mask: Tensor | None) -> Callable[..., Any]:
 
 
 def _attend_bloom(
-    module: Any,
-    hidden_states: Tensor,
-    residual: Tensor,
-    alibi: Tensor,
-    attention_mask: Tensor,
-    layer_past: Any = None,
-    **options: Any,
+    module: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, layer_past: Any, **_: Any
 ) -> tuple[Tensor, None]:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
 
@@ -189,7 +177,7 @@ def _attend_bloom(
     if layer_past is not None:
         key, value = layer_past.update(key, value, module.layer_idx)
     slopes = build_alibi_tensor(alibi.new_ones(1, 2), module.num_heads, torch.float32)[:, 0, 1]
-    scores, real = _by_slopes(slopes, attention_mask), attention_mask.kept.key_mask  # type: ignore[attr-defined]
+    scores, real = _by_slopes(slopes, attention_mask), attention_mask.kept.key_mask
     if real is not None:
         # Its positions count real tokens.
         begins_once = ((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] <= 1).all()
@@ -204,12 +192,7 @@ def _attend_bloom(
 
 
 def _attend_mpt(
-    module: Any,
-    hidden_states: Tensor,
-    position_bias: Tensor,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    **options: Any,
+    module: Any, hidden_states: Tensor, *, position_bias: Tensor, past_key_values: Any, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
@@ -243,12 +226,7 @@ def _scale_deberta(head_dim: int, kinds: int) -> float:
 
 
 def _attend_deberta(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor,
-    output_attentions: bool = False,
-    rel_embeddings: Tensor | None = None,
-    **options: Any,
+    module: Any, hidden_states: Tensor, attention_mask: Tensor, *_: Any, rel_embeddings: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
@@ -257,7 +235,6 @@ def _attend_deberta(
     kinds = [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]
     biases: list[Bias] = []
     if module.relative_attention:
-        assert rel_embeddings is not None
         span, distance = module.pos_ebd_size, torch.arange(tokens - 1, -tokens, -1, device=query.device)
         if module.position_buckets > 0:
             distance = make_log_bucket_position(distance, module.position_buckets, module.max_relative_positions)

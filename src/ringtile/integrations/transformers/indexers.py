@@ -1,6 +1,6 @@
 """Models that were trained sparse: their indexers choose keys without the scores of all pairs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,9 +47,7 @@ class _Visible(Tensor):
     pool_ends: Tensor | None = None
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x, name, valid = args[0], func.__name__.strip("_"), args[0].valid
         if name == "and" and valid is None:
             return _visible(x.at, args[1][:, 0])
@@ -98,9 +96,7 @@ class _Streamed(TorchFunctionMode):
         self.factor: Any = 1
         self.query = self.key = self.weights = torch.empty(0)
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.strip("_")
         if name == "invert" and isinstance(args[0], PatternMask):
             return args[0]
@@ -133,9 +129,7 @@ class _Streamed(TorchFunctionMode):
             case "matmul":
                 self.weights = args[0].squeeze(2).transpose(1, 2)
                 return self._scores(*self.scores.shape[:2], 1, self.scores.shape[3])
-            case "squeeze":
-                return self._scores(*self.scores.shape[:2], self.scores.shape[3])
-            case "sum" if self.scores.dim() == 4 and kwargs == {"dim": 2}:
+            case "squeeze" | "sum" if name == "squeeze" or (self.scores.dim() == 4 and kwargs == {"dim": 2}):
                 return self._scores(*self.scores.shape[:2], self.scores.shape[3])
             case "masked_fill" if isinstance(args[1], PatternMask):
                 self.kept = args[1].kept
@@ -144,14 +138,10 @@ class _Streamed(TorchFunctionMode):
                 self.scores = None
                 return SimpleNamespace(indices=self.query.new_empty(*self.query.shape[:2], 0, dtype=torch.int64))
             case "topk" if self.kept is not None:
-                rule: dict[str, Any] = {
-                    "pattern": self.kept.pattern,
-                    "start": self.kept.start,
-                    "key_mask": self.kept.key_mask,
-                }
-                query, key = self.query.transpose(1, 2), self.key.mT
+                kept, query, key = self.kept, self.query.transpose(1, 2), self.key.mT
+                how: dict[str, Any] = {"pattern": kept.pattern, "start": kept.start, "key_mask": kept.key_mask}
                 self.scores = None
-                self.found = index_topk(query, key, args[1], weights=self.weights, relu=self.relu, **rule)
+                self.found = index_topk(query, key, args[1], weights=self.weights, relu=self.relu, **how)
                 return SimpleNamespace(indices=self.found[:, 0].long())
         raise ValueError(
             f"indexer: expected the scores of DeepSeek-V3.2's, got {name}; use attn_implementation='eager'"
@@ -339,9 +329,7 @@ class _Unbiased(TorchFunctionMode):
         self.n_queries = n_queries
         self.mask: Tensor | None = None
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.strip("_")
         if name == "new_full":
             (batch, *_, n_entries, _), size = args[0].shape, tuple(args[1])

@@ -65,9 +65,7 @@ class PatternMask(Tensor):
     kept: KeptPairs
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Whatever is not known to leave the pairs alone raises below, so a model cannot compute with values by mistake.
         name = getattr(func, "__name__", "")

@@ -115,13 +115,10 @@ class BatchFacts:
 def _padding(
     real: Tensor | None, mine: Callable[[Tensor], Tensor], device: torch.device
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    """Return ``key_mask``, ``key_lengths`` and ``leading`` of `BatchFacts`, from bool ``[B, N]`` or None if all count.
-
-    Padding on the right is a length per row, which costs an exchange nothing. Rows of (0, 1, 1) and (1, 1, 1) have
-    ``leading`` (1, 0) and need a mask.
-    """
+    """Return ``key_mask``, ``key_lengths`` and ``leading`` of `BatchFacts`, from bool ``[B, N]``, None if all count."""
     if real is None:
         return None, None, (0,)
+    # Rows of (0, 1, 1) and (1, 1, 1) have ``leading`` (1, 0) and need a mask. Lengths cost an exchange nothing.
     leading, counts = tuple(real.int().argmax(1).tolist()), real.sum(1)
     if torch.equal(real, torch.arange(real.shape[1], device=real.device) < counts[:, None]):
         return None, counts.to(device), leading

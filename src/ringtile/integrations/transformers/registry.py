@@ -212,16 +212,12 @@ def use_ringtile(
     stream_indexers(model)
     replace_biases(model)
     if decode is not None:
-        _make_room_in_caches(model)
+        from ringtile.integrations.transformers.decode import make_room
+
+        for module in model.modules():
+            if hasattr(module, "layer_idx") and make_room not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(make_room, with_kwargs=True)
     return model
-
-
-def _make_room_in_caches(model: nn.Module) -> None:
-    from ringtile.integrations.transformers.decode import make_room
-
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and make_room not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(make_room, with_kwargs=True)
 
 
 class _Chosen:

@@ -89,7 +89,8 @@ def continuous_batching(model: Model, *, cache: Rounding | None = None) -> Itera
     if cache is not None and cache not in names:
         raise ValueError(f"cache: expected one of {tuple(names)} or None, got {cache!r}")
     name = _NAME if cache is None else names[cache]
-    register_pair(name, _attend_paged, _no_mask)
+    # Positions in the cache say which keys are whose, so there is no mask.
+    register_pair(name, _attend_paged, lambda *_, **__: None)
     if cache is not None:
         register_roundings(_ROUNDINGS)
     parts = parts_of(model)
@@ -102,10 +103,6 @@ def continuous_batching(model: Model, *, cache: Rounding | None = None) -> Itera
     finally:
         for part, was in zip(parts, before, strict=True):
             part.config._attn_implementation_internal = was
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask: positions in the cache say which keys are whose."""
 
 
 def _attend_paged(

@@ -680,7 +680,7 @@ def test_the_claims_are_measured_at_their_tile_densities():
 
 def test_the_default_suite_is_what_the_command_measures_without_arguments():
     args = cli.parse(["bench"])
-    tasks = bench._tasks(args)
+    tasks = list(bench._tasks(args))
     assert [(task.case, [peer.name for peer in task.peers], task.directions) for task in tasks] == [
         (task.case, [peer.name for peer in task.peers], task.directions) for task in suite("default")
     ]

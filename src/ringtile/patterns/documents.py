@@ -46,7 +46,9 @@ class Documents(Pattern):
             text = f"documents({list(lengths)})"
             bounds = torch.tensor((0, *lengths)).cumsum(0).unsqueeze(0)
         elif cu_seqlens is not None:
-            bounds = _checked_bounds(cu_seqlens).unsqueeze(0)
+            bounds = _integer("cu_seqlens", cu_seqlens, (1,)).unsqueeze(0)
+            if int(bounds[0, 0]) != 0 or bool((bounds.diff() < 0).any()):
+                raise ValueError(f"documents expects cu_seqlens to rise from 0, got cu_seqlens={bounds[0].tolist()}")
         else:
             assert ids is not None
             bounds = _bounds_of_ids(ids)
@@ -140,13 +142,6 @@ def _integer(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
             f"got {name}.dtype={tensor.dtype}, {name}.shape={tuple(tensor.shape)}"
         )
     return tensor.long()
-
-
-def _checked_bounds(cu_seqlens: Tensor) -> Tensor:
-    bounds = _integer("cu_seqlens", cu_seqlens, (1,))
-    if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
-        raise ValueError(f"documents expects cu_seqlens to rise from 0, got cu_seqlens={bounds.tolist()}")
-    return bounds
 
 
 def _bounds_of_ids(ids: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""The output of a run: result lines, and on a terminal one line that is updated in place.
-
-progress = Progress(quiet=args.json)
-for job in progress.through(jobs, name, cost):    shows "3/12 name  40 s left" before each job
-    progress.say(result_of(job))                  a result line, which takes the place of the live line
-"""
+"""The output of a run: result lines, and on a terminal one line that is updated in place."""
 
 import shutil
 import sys

@@ -47,15 +47,6 @@ def _attend_longformer(self: Any, hidden_states: Tensor, **given: Any) -> tuple[
     return (out.transpose(1, 2).flatten(2),)
 
 
-def convert_longformer(model: nn.Module) -> None:
-    """Replace the attention of each layer of a Longformer in place."""
-    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
-
-    for module in model.modules():
-        if isinstance(module, LongformerSelfAttention):
-            module.forward = MethodType(_attend_longformer, module)
-
-
 def _attend_big_bird(self: Any, hidden_states: Tensor, *masks: Any, **options: Any) -> tuple[Tensor, None]:
     """Return the output ``[B, N, E]`` of a ``BigBirdBlockSparseAttention``, and None (arXiv:2007.14062)."""
     if options.get("output_attentions"):
@@ -101,11 +92,13 @@ def _choices(attention: Any, tokens: int) -> Tensor:
     return torch.from_numpy(np.stack(drawn)).long().movedim(2, 0)
 
 
-def convert_big_bird(model: nn.Module) -> None:
-    """Replace the attention of each layer of a BigBird in place."""
-    # transformers computes sequences of a few blocks with full attention, and layers that it has switched stay so.
-    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
+# transformers computes a few blocks of BigBird with full attention, and layers that it has switched stay so.
+_ATTENDS = {"LongformerSelfAttention": _attend_longformer, "BigBirdBlockSparseAttention": _attend_big_bird}
 
+
+def convert(model: nn.Module) -> None:
+    """Replace the attention of each layer of a Longformer or a BigBird in place."""
     for module in model.modules():
-        if isinstance(module, BigBirdBlockSparseAttention):
-            module.forward = MethodType(_attend_big_bird, module)
+        attend: Any = _ATTENDS.get(type(module).__name__)
+        if attend is not None:
+            module.forward = MethodType(attend, module)

@@ -276,7 +276,15 @@ class ContextParallel:
         def mine(x: Tensor) -> Tensor:
             return layout.shard(x, self.rank, dim=1).contiguous()
 
-        positions = self._positions_of(batch, n_tokens, tokens.device).expand(size, -1)
+        positions: Tensor | None = batch.get("position_ids")
+        if positions is None and not self._is_rotary:
+            raise ValueError(
+                "position_ids: expected them in the batch, because models without rotary embeddings count them in "
+                "ways of their own"
+            )
+        # A shard alone would count its own from 0.
+        positions = torch.arange(n_tokens, device=tokens.device)[None] if positions is None else positions
+        positions = positions.expand(size, -1)
         documents = self._documents_of(batch, positions)
         padding = batch.get("attention_mask")
         real = None if padding is None or bool((padding != 0).all()) else padding != 0
@@ -301,18 +309,6 @@ class ContextParallel:
         if batch.get("num_items_in_batch") is not None:
             found["num_items_in_batch"] = batch["num_items_in_batch"]
         return {name: x for name, x in batch.items() if name not in _KNOWN and x is not None} | found
-
-    def _positions_of(self, batch: Mapping[str, Any], n_tokens: int, device: torch.device) -> Tensor:
-        """Return the position ids of all tokens ``[1 or B, N]``: a shard alone would count its own from 0."""
-        positions: Tensor | None = batch.get("position_ids")
-        if positions is not None:
-            return positions
-        if not self._is_rotary:
-            raise ValueError(
-                "position_ids: expected them in the batch, because models without rotary embeddings count them in "
-                "ways of their own"
-            )
-        return torch.arange(n_tokens, device=device)[None]
 
     def _labels(self, batch: Mapping[str, Any]) -> Tensor | None:
         labels: Tensor | None = batch.get("shift_labels")

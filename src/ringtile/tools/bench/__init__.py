@@ -293,19 +293,16 @@ def case_of(text: str, n_tokens: int, *, heads: int, **sizes: Any) -> Case:
     return Case(text, pattern, n_tokens, heads=heads, **sizes)
 
 
-def _cases(args: argparse.Namespace) -> Iterator[Case]:
+def _tasks(args: argparse.Namespace) -> Iterator[Task]:
+    peers = tuple(peer for peer in all_peers(args.backend) if peer.name in (OURS, DENSE, *args.peers))
     sizes = {"batch": args.batch, "head_dim": args.head_dim, "device": _device(args.device)}
     for text in args.patterns:
         # A pattern per head decides the number of heads.
         heads = parse(text).num_heads or args.heads
         names = [f"{text} at {density:g}" for density in args.density or []] or [text]
         for name, dtype, n_tokens in product(names, args.dtype, sorted(args.tokens)):
-            yield case_of(name, n_tokens, heads=heads, dtype=getattr(torch, dtype), **sizes)
-
-
-def _tasks(args: argparse.Namespace) -> list[Task]:
-    peers = tuple(peer for peer in all_peers(args.backend) if peer.name in (OURS, DENSE, *args.peers))
-    return [Task(case, peers, tuple(args.direction)) for case in _cases(args)]
+            case = case_of(name, n_tokens, heads=heads, dtype=getattr(torch, dtype), **sizes)
+            yield Task(case, peers, tuple(args.direction))
 
 
 def _read(option: str, path: Path) -> Record:
@@ -331,7 +328,7 @@ def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...
 
 
 def run(args: argparse.Namespace) -> int:
-    return measure_tasks(_tasks(args), args)
+    return measure_tasks(list(_tasks(args)), args)
 
 
 def measure_tasks(tasks: Sequence[Task], args: argparse.Namespace) -> int:

@@ -21,10 +21,8 @@ from ringtile.tools.predict.cost import Cost, estimate, ranks_per_row
 from ringtile.tools.predict.hardware import HARDWARE, Hardware, Sizes
 from ringtile.tools.predict.work import MAX_RANKS, Tiles, survey
 from ringtile.tools.progress import Progress
-from ringtile.tools.record import write_whole
+from ringtile.tools.record import DTYPES, write_whole
 from ringtile.tools.units import aligned, bytes_text, count, count_text, duration_text
-
-DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _MAX_TOKENS = 1 << 28
 """A striped layout of more tokens has millions of runs."""

@@ -105,7 +105,8 @@ class Leg:
         seed: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        self.decoder, self.folder, self.block, self.seed, self.progress = decoder, folder, block, seed, progress
+        self.decoder, self.folder, self.block, self.seed = decoder, folder, block, seed
+        self.progress = progress or Progress(quiet=True)
         self._dense: dict[int, tuple[float, float, float, float]] = {}
         self._calibrations: dict[Scores, Calibration] = {}
         if budgets is not None:
@@ -132,15 +133,12 @@ class Leg:
                 # A text of yours judges, so it must not calibrate, too.
                 text = Texts(decoder.encode).calibration(self.seed, decoder.n_tokens, decoder.vocab_size)
                 found = calibrate(
-                    decoder.model, text.ids, scores=scores, block=self.block, seed=self.seed, progress=self._show
-                )
+                    decoder.model, text.ids, scores=scores, block=self.block, seed=self.seed,
+                    progress=lambda layer: self.progress.show(f"calibrate layer {layer + 1} of {decoder.layers}"),
+                )  # fmt: skip
                 found.save(file)
             self._calibrations[scores] = found
         return self._calibrations[scores]
-
-    def _show(self, layer: int) -> None:
-        if self.progress is not None:
-            self.progress.show(f"calibrate layer {layer + 1} of {self.decoder.layers}")
 
     def _file(self, scores: Scores) -> Path:
         # Another model, block, seed or length is another file, so a folder serves several runs.

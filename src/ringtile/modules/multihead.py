@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 MAX_WEIGHTS = 1 << 24
 """Largest number of elements, B * H * Nq * Nk, of a dense weight matrix with a sparse pattern."""
 
-
 _PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _SHARED_NAMES = (*_PROJECTIONS, "bias_k", "bias_v", "add_zero_attn", "training")
 """Attributes with the names of arguments of PyTorch's function."""

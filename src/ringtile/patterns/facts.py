@@ -28,9 +28,6 @@ class Reach(NamedTuple):
         return self.first + self.left + 1
 
 
-_ANYWHERE = Reach(0, math.inf, ahead=True)
-
-
 def pattern_reach(pattern: Pattern) -> Reach:
     """Return which keys a cache has to hold for a pattern, at any length.
 
@@ -60,7 +57,7 @@ def pattern_reach(pattern: Pattern) -> Reach:
             return Reach(tokens, 0, ahead=True)
         case Segments(length=length) | InSegments(length=length):
             return Reach(0, length - 1, ahead=length > 1)
-    return _ANYWHERE
+    return Reach(0, math.inf, ahead=True)
 
 
 class Band(NamedTuple):

@@ -27,7 +27,6 @@ class _Word(NamedTuple):
 
 
 _DENSITIES = ("local_density", "node_density", "inter_node_density")
-_GRID = ("size", "window", "dilation", "stride", "causal", "tile")
 _WORDS = {
     "dense": _Word(Dense),
     "causal": _Word(Causal),
@@ -40,7 +39,7 @@ _WORDS = {
     "sampled_blocks": _Word(SampledBlocks, ("keep", "of", "segment", "within", "block"), 3),
     "segments": _Word(Segments, ("length", "dilation", "shift"), 1),
     "documents": _Word(Documents, ("lengths",), 1),
-    "neighborhood": _Word(Neighborhood, _GRID, 2),
+    "neighborhood": _Word(Neighborhood, ("size", "window", "dilation", "stride", "causal", "tile"), 2),
     "per_head": _Word(per_head, ("patterns",), 1),
     "longformer": _Word(longformer, ("window", "global_tokens"), is_preset=True),
     "bigbird": _Word(bigbird, ("random", "window", "global_tokens", "block"), is_preset=True),

@@ -26,7 +26,6 @@ _INK = "#22272e"
 NOTE: Any = {"fontsize": 8, "color": "#4a5059"}
 """Small text beside a curve or below a picture."""
 
-
 _STYLE: Any = {
     **{"axes.edgecolor": "#b8bdc4", "axes.labelcolor": _INK, "text.color": _INK, "grid.color": "#e6e8eb"},
     **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "white"),

@@ -69,7 +69,7 @@ class PatternMask(Tensor):
         kwargs = kwargs or {}
         # Whatever is not known to leave the pairs alone raises below, so a model cannot compute with values by mistake.
         name = getattr(func, "__name__", "")
-        if name in _UNCHANGED:
+        if name in ("contiguous", "detach", "bool"):
             return args[0]
         if name in ("cat", "pad", "__and__") and (joined := _joined_masks(name, args)) is not None:
             return joined
@@ -104,7 +104,6 @@ class PatternMask(Tensor):
         )
 
 
-_UNCHANGED = {"contiguous", "detach", "bool"}
 _VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 """Attributes that are tensors with its values."""
 _ABOUT = {*"size dim stride storage_offset untyped_storage numel element_size __len__ __hash__".split()}

@@ -44,11 +44,9 @@ from ringtile.patterns.wrapped import Shifted
 
 NAME = "ringtile_cp"
 
-LayoutName = Literal["zigzag", "contiguous", "striped"]
-Layouts = Union[LayoutName, Callable[[int], Layout]]  # noqa: UP007
+Layouts = Union[Literal["zigzag", "contiguous", "striped"], Callable[[int], Layout]]  # noqa: UP007
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_LOCAL_ROPE = {"dynamic", "longrope"}
 _SHIFTED_LOSS, _LOSSES = "ForCausalLM", {"ForCausalLM", "ForMaskedLM", "ForTokenClassification"}
 _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")
 _KNOWN = {*_PER_TOKEN, "position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"}
@@ -494,7 +492,7 @@ def _check_model(model: Any) -> None:
             raise ValueError(f"model: expected no convolutions over tokens, got one in {type(model).__name__}")
         kind = getattr(module, "rope_type", None)
         for name in kind.values() if isinstance(kind, dict) else (kind,):
-            if name in _LOCAL_ROPE:
+            if name in ("dynamic", "longrope"):
                 raise ValueError(
                     f"rope_type: expected one that does not depend on the longest position, got {name!r}, which reads "
                     "the longest of each shard"

@@ -123,11 +123,7 @@ def measure(
     seed: int = 0,
     rates: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[list[Row]]:
-    """Measure one case, and yield the rows of each direction: every peer's, with times or the reason without.
-
-    No peer is timed if ringtile is wrong. The rounds of a direction take ``seconds``, and are at least ``rounds``.
-    ``rates`` are the processor's (`peak_rates`), for the limits.
-    """
+    """Measure one case, and yield the rows of all peers for each direction. None is timed if ringtile is wrong."""
     exact = Exact(case, seed, trains=BOTH in directions)
     prepared: dict[str, Attention | str] = {}
     for direction in directions:

@@ -167,8 +167,8 @@ class FlexAttention(Peer):
         return compiled_flex(case, to_block_mask(case.index))
 
 
-def compiled_flex(case: Case, mask: Any, options: Any = None) -> Attention:
-    """Return FlexAttention compiled for one block mask, with options for its kernel."""
+def compiled_flex(case: Case, mask: Any) -> Attention:
+    """Return FlexAttention compiled for one block mask."""
     from torch._dynamo import config, reset
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -177,7 +177,7 @@ def compiled_flex(case: Case, mask: Any, options: Any = None) -> Attention:
     config.fail_on_recompile_limit_hit = True
     compiled = torch.compile(flex_attention, dynamic=False)
     shares_heads = case.shares_heads
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=shares_heads, kernel_options=options)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=shares_heads)
 
 
 class TorchSparse(Peer):

@@ -6,15 +6,6 @@ from typing import Any, ClassVar, NamedTuple
 from ringtile.tools import record
 from ringtile.tools.record import OURS
 
-_SPREAD = 1.5
-"""Times whose 80th percentile is more than so many times their 20th are doubtful."""
-
-_CLOCK = 0.8
-"""With less of the processor than this, times are doubtful."""
-
-_OVER = 1.05
-"""The rates of a run are known to a few percent. Beyond that, no call is faster than its limit."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -84,11 +75,12 @@ class Row:
     def doubts(self) -> list[str]:
         """Reasons to measure again, as on a machine that other processes use."""
         found = []
-        if self.of_limit is not None and self.of_limit > _OVER:
+        # The rates of a run are known to a few percent.
+        if self.of_limit is not None and self.of_limit > 1.05:
             found.append("faster than the limit, whose rates were measured too low")
-        if self.low_ms and self.high_ms and self.high_ms > _SPREAD * self.low_ms:
+        if self.low_ms and self.high_ms and self.high_ms > 1.5 * self.low_ms:
             found.append(f"times vary {self.high_ms / self.low_ms:.1f}x")
-        if self.clock is not None and self.clock < _CLOCK:
+        if self.clock is not None and self.clock < 0.8:
             found.append(f"had {self.clock:.0%} of the processor")
         return found
 

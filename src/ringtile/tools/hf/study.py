@@ -149,7 +149,8 @@ class Study:
                     f"{entrant.name}: {found.what} of {found.tokens:,} of {self.loaded.ids.shape[1]:,} tokens against "
                     f"eager attention: error {found.error:.1e}, bound {found.bound:.1e}, {found.dtype}"
                 )
-                if found.error > found.bound:
+                # NaN is not above a bound, and not right.
+                if not found.error <= found.bound:
                     entrant.reason = f"wrong: error {found.error:.1e} of the {found.what}, over {found.bound:.1e}"
                     break
 

@@ -35,7 +35,6 @@ class Decoder:
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
         self.heads: int = config.num_attention_heads
-        self.key_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
         vocab_size = self.vocab_size
         # Without a tokenizer, a token is a byte.
         self.encode = encode or (lambda words: [byte % vocab_size for byte in words.encode()])

@@ -102,10 +102,9 @@ class Leg:
         *,
         block: int = 16,
         budgets: Path | None = None,
-        seed: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        self.decoder, self.folder, self.block, self.seed = decoder, folder, block, seed
+        self.decoder, self.folder, self.block = decoder, folder, block
         self.progress = progress or Progress(quiet=True)
         self._dense: dict[int, tuple[float, float, float, float]] = {}
         self._calibrations: dict[Scores, Calibration] = {}
@@ -131,9 +130,9 @@ class Leg:
                 found = checked(Calibration.load(file), decoder, scores, self.block)
             else:
                 # A text of yours judges, so it must not calibrate, too.
-                text = Texts(decoder.encode).calibration(self.seed, decoder.n_tokens, decoder.vocab_size)
+                text = Texts(decoder.encode).calibration(0, decoder.n_tokens, decoder.vocab_size)
                 found = calibrate(
-                    decoder.model, text.ids, scores=scores, block=self.block, seed=self.seed,
+                    decoder.model, text.ids, scores=scores, block=self.block,
                     progress=lambda layer: self.progress.show(f"calibrate layer {layer + 1} of {decoder.layers}"),
                 )  # fmt: skip
                 found.save(file)
@@ -141,8 +140,8 @@ class Leg:
         return self._calibrations[scores]
 
     def _file(self, scores: Scores) -> Path:
-        # Another model, block, seed or length is another file, so a folder serves several runs.
-        whole = f"{scores} {self.block} {self.seed} {self.decoder.n_tokens} {self.decoder.facts}"
+        # Another model, block or length is another file, so a folder serves several runs.
+        whole = f"{scores} {self.block} {self.decoder.n_tokens} {self.decoder.facts}"
         return self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
 
     def jobs(self, *, quick: bool = False, timed: bool = True) -> Iterator[Job]:

@@ -95,7 +95,7 @@ class Right:
     def _measure(self, case: Case, causal: bool) -> PatternErrors:
         # All rows are sampled: the problem is small, and its errors are shown.
         exact, kept, rule = Exact(case, self.seed, checked_rows=self.n_tokens), case.index.to_dense(), case.pattern
-        errors = {TORCH: exact.torch_errors(rule)}
+        errors = {TORCH: exact.references(rule)[1]}
         for method, attention in (
             (RINGTILE, Ringtile().prepare(case)),
             (PER_TILE, lambda q, k, v: softmax_per_tile(q, k, v, kept, BLOCK)),

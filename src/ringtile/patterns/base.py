@@ -352,6 +352,12 @@ class _Pair(Composed, rule=("allowed",)):
         first, second = (part.allowed(head, query, key) for part in self.parts)
         return first | second if self.wins else first & second
 
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        (lo, hi), (low, high) = (part.col_range(head, rows, grid) for part in self.parts)
+        if self.wins:
+            return torch.minimum(lo, low), torch.maximum(hi, high)
+        return torch.maximum(lo, low), torch.minimum(hi, high)
+
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         a, b = (part.tile_class(head, row, col, grid) for part in self.parts)
         # A full side of `And` leaves the bits of the other, which its number tells. Only 0 and 1 have a meaning.
@@ -398,10 +404,6 @@ class And(_Pair):
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return min(self.first.cover_size(head, rows, grid), self.second.cover_size(head, rows, grid))
 
-    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        a, b = self.first.col_range(head, rows, grid), self.second.col_range(head, rows, grid)
-        return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
-
     def envelope(self) -> Pattern:
         a, b = self.first.envelope(), self.second.envelope()
         if isinstance(a, Dense) or a == b:
@@ -422,10 +424,6 @@ class Or(_Pair):
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.first.cover_size(head, rows, grid) + self.second.cover_size(head, rows, grid)
-
-    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        a, b = self.first.col_range(head, rows, grid), self.second.col_range(head, rows, grid)
-        return torch.minimum(a[0], b[0]), torch.maximum(a[1], b[1])
 
     def envelope(self) -> Pattern:
         a, b = self.first.envelope(), self.second.envelope()

@@ -235,17 +235,14 @@ def attend(
     by_layer, choice = for_layer("attend", by, module), for_layer("decode", decode, module)
     if by_layer is not None and (query.shape[2] > 1 or getattr(by_layer, "steps", False)):
         out = _adapted(by_layer, query, key, value, kept, scores, softmax)
-        return out.transpose(1, 2).contiguous(), None
-    if query.shape[2] == 1 and choice is not None:
+    elif query.shape[2] == 1 and choice is not None:
         out = _step(choice, query, key, value, kept, scores, softmax)
-        return out.transpose(1, 2).contiguous(), None
-    softmax |= scores
-    if kept.key_mask is not None and kept.key_mask.dim() == 3:
-        out = _by_head(query, key, value, kept.key_mask, softmax)
+    elif kept.key_mask is not None and kept.key_mask.dim() == 3:
+        out = _by_head(query, key, value, kept.key_mask, softmax | scores)
     else:
         in_graph = kept.pattern.text is not None or not torch.compiler.is_compiling()
         compute: Any = sparse_attention if in_graph else _outside_graphs
-        out = compute(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **softmax)
+        out = compute(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **softmax, **scores)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,20 +71,15 @@ def calibrate(
     audited, weights = audited_rows(repeated, rows, seed)
     layers: dict[int, HeadFacts] = {}
 
-    def of_layer(layer: int) -> Any:
-        def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-            if progress is not None:
-                progress(layer)
-            call = {name: options[name] for name in ("is_causal", "key_mask", "scale")}
-            view = Choice(block=block).view(query, key, options["pattern"], **call)
-            output = output_weight(model, layer)
-            layers[layer] = head_facts(
-                view, value, scores, audited, weights=weights, output=output, first=first, local=local
-            )
-            out: Tensor = sparse_attention(query, key, value, **options)
-            return out
-
-        return attend
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if progress is not None:
+            progress(layer)
+        call = {name: options[name] for name in ("is_causal", "key_mask", "scale")}
+        view = Choice(block=block).view(query, key, options["pattern"], **call)
+        how: dict[str, Any] = {"first": first, "local": local, "output": output_weight(model, layer)}
+        layers[layer] = head_facts(view, value, scores, audited, weights=weights, **how)
+        out: Tensor = sparse_attention(query, key, value, **options)
+        return out
 
     facts = model_facts(model)
     text = {
@@ -93,7 +89,7 @@ def calibrate(
         "seed": seed,
         "sha256": hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest(),
     }
-    use_ringtile(model, attend=[of_layer(layer) for layer in range(facts["layers"])])
+    use_ringtile(model, attend=[partial(attend, layer) for layer in range(facts["layers"])])
     try:
         with torch.no_grad():
             model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)

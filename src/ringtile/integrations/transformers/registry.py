@@ -192,7 +192,7 @@ def use_ringtile(
     if is_stateful(attend):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)
-    _register_chosen()
+    register_pair(CHOSEN, _attend_chosen, pattern_mask)
     if kind in _CONVERTED:
         for argument, given in (("pattern", pattern), ("attend", attend), ("decode", decode), ("pack", pack or None)):
             if given is not None:
@@ -229,11 +229,7 @@ class _Chosen:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The process that loads a model may not know the name.
         self.__dict__.update(state)
-        _register_chosen()
-
-
-def _register_chosen() -> None:
-    register_pair(CHOSEN, _attend_chosen, pattern_mask)
+        register_pair(CHOSEN, _attend_chosen, pattern_mask)
 
 
 def _attend_chosen(

@@ -60,17 +60,13 @@ class Exact:
 
     def errors(self, pattern: Pattern, out: Tensor, grads: Sequence[Tensor]) -> list[float]:
         """Return the relative errors of an output and, if given, of its gradients by q, k and v."""
-        exact, _ = self._exact(pattern)
+        exact, _ = self.references(pattern)
         got = [out[:, :, self.rows], *grads]
         return [relative_error(mine, right) for mine, right in zip(got, exact[: len(got)], strict=True)]
 
-    def torch_errors(self, pattern: Pattern) -> list[float]:
-        """Return the same errors of PyTorch's own attention with a bool mask."""
-        return self._exact(pattern)[1]
-
     def bound(self, pattern: Pattern, direction: str) -> float:
         """Return the largest error that is allowed."""
-        theirs = self.torch_errors(pattern)[: 1 if direction == FORWARD else None]
+        theirs = self.references(pattern)[1][: 1 if direction == FORWARD else None]
         # An infinite error would let every result pass.
         allowed = [ERROR_FACTOR * error for error in theirs if math.isfinite(error)]
         dtype, on_cpu = self.case.dtype, self.case.device.type == "cpu"
@@ -78,7 +74,8 @@ class Exact:
             return max(PARTS_FLOOR, *allowed, 0.0)
         return max(ERROR_FLOORS.get(dtype, ERROR_FLOOR), *allowed, 0.0)
 
-    def _exact(self, pattern: Pattern) -> tuple[list[Tensor], list[float]]:
+    def references(self, pattern: Pattern) -> tuple[list[Tensor], list[float]]:
+        """Return the results in float64, and the errors of PyTorch's own attention with a bool mask."""
         if pattern not in self._results:
             q, k, v = (x.detach().double().requires_grad_(self.trains) for x in self.inputs)
             out, lse = attention_rows(q, k, v, pattern, self.rows)
@@ -129,9 +126,7 @@ class Exact:
 
     def peaks(self, attention: Attention, direction: str) -> Peaks:
         """Return the peak memory of one call."""
-        if direction == FORWARD:
-            return peak_memory(lambda: attention(*self.inputs), None, self.case.device)
-        leaves = [x.detach().requires_grad_() for x in self.inputs]
-        return peak_memory(
-            lambda: attention(*leaves), lambda out: torch.autograd.grad(out, leaves, self.grad), self.case.device
-        )
+        trains = direction != FORWARD
+        leaves = [x.detach().requires_grad_(trains) for x in self.inputs]
+        backward = (lambda out: torch.autograd.grad(out, leaves, self.grad)) if trains else None
+        return peak_memory(lambda: attention(*leaves), backward, self.case.device)

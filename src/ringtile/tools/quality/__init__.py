@@ -47,10 +47,7 @@ def measure(
     args: argparse.Namespace,
     progress: Progress,
 ) -> None:
-    """Measure the cells that a folder does not have, and write the record of all, also if interrupted.
-
-    ``shown`` returns the lines to print for a record, and the texts to write beside it, by the ending of their file.
-    """
+    """Measure the missing cells, and write the record and what ``shown`` returns: lines, and texts by file ending."""
     progress.say(f"{len(work)} cells, {len(folder.of(work))} of them in {folder.path}; {threads_text()}")
     interrupted = False
     try:

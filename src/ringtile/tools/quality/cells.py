@@ -113,12 +113,9 @@ class Folder:
         self._cells = path / "cells"
         self._cells.mkdir(parents=True, exist_ok=True)
 
-    def _file(self, setting: Setting) -> Path:
-        return self._cells / f"{setting.name}.json"
-
     def read(self, setting: Setting) -> Cell | None:
         """Return the finished cell of a setting, or None."""
-        file = self._file(setting)
+        file = self._cells / f"{setting.name}.json"
         if not file.exists():
             return None
         try:
@@ -133,7 +130,8 @@ class Folder:
 
     def write(self, cell: Cell) -> None:
         """Keep a finished cell."""
-        write_whole(self._file(cell.setting), json.dumps({"format": record.FORMAT, **asdict(cell)}, indent=1))
+        text = json.dumps({"format": record.FORMAT, **asdict(cell)}, indent=1)
+        write_whole(self._cells / f"{cell.setting.name}.json", text)
 
 
 def measure_all(jobs: Iterable[Job], folder: Folder, progress: Progress) -> list[Cell]:

@@ -29,6 +29,7 @@ from ringtile.adaptive import (
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.patterns import Causal, Pattern, Window
+from ringtile.tools.hf.models import load_model
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality import decoder as decoder_module
 from ringtile.tools.quality import leg as leg_module
@@ -73,7 +74,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """A random model whose attention is far from even."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(SIZES))
-    made = Decoder(None, N, dtype=torch.float32, random_weights=folder)
+    load_model(None, folder, N)[1].save_pretrained(folder)
+    made = Decoder(str(folder), N, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in made.model.named_parameters():
             if "q_proj" in name or "k_proj" in name:

@@ -62,18 +62,14 @@ def _biased(bias: Bias | tuple[Bias, ...]) -> Callable[..., Any]:
 
 
 def _attend_wav2vec2(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    relative_position_embeddings: Tensor | None = None,
-    **options: Any,
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     """Return the output of the attention of wav2vec2-conformer, w2v-BERT and SeamlessM4T."""
     projections = module.linear_q, module.linear_k, module.linear_v
     query, key, value = heads_of(hidden_states, module.head_size, *projections)
+    positions = options.pop("relative_position_embeddings", None)
     if module.position_embeddings_type == "relative":
-        assert relative_position_embeddings is not None
-        (table,) = heads_of(relative_position_embeddings[0], module.head_size, module.linear_pos)
+        (table,) = heads_of(positions[0], module.head_size, module.linear_pos)
         bias = ByQuery(query + module.pos_bias_v[:, None], table, query.shape[2] - 1)
         query = query + module.pos_bias_u[:, None]
     else:

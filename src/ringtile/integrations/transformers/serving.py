@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -106,16 +106,10 @@ def continuous_batching(model: Model, *, cache: Rounding | None = None) -> Itera
 
 
 def _attend_paged(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    sliding_window: int | None = None,
-    cache: Any = None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Write the new keys ``[1, Hkv, Nq, D]`` of all requests, read those of each, and compute its attention."""
+    cache, sliding_window = options.pop("cache", None), options.pop("sliding_window", None)
     if cache is None or attention_mask is not None or options.get("dropout"):
         raise ValueError(
             f"cache: expected a call of continuous batching, without a mask and dropout, got {type(cache).__name__}; "
@@ -137,7 +131,8 @@ def _attend_paged(
     if dtype is None and allocator is not None and rule == Causal() and query.dtype.itemsize > 2:
         pages = _pages_of_step(allocator, options)
         if pages is not None:
-            return _attend_pages(query, key, value, allocator, layer, pages, options, how), None
+            held, at = allocator.get_cache_for_block_table(layer), options["write_index"][allocator.index]
+            return _attend_pages(query, key, value, held, at, pages, how), None
     elif dtype is not None:
         key, value = rounded(key, dtype), rounded(value, dtype)
     key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=options)
@@ -206,19 +201,11 @@ def _found_pages(allocator: Any, read: Tensor, begin_query: Tensor, begin_key: T
 
 
 def _attend_pages(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    allocator: Any,
-    layer: int,
-    pages: _Pages,
-    options: dict[str, Any],
-    how: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, held: Sequence[Tensor], at: Tensor, pages: _Pages, how: dict[str, Any]
 ) -> Tensor:
     """Write the new keys, and attend to each page where it lies. The pages of a request are merged by their lse."""
-    held = allocator.get_cache_for_block_table(layer)
     for x, new in zip(held, (key, value), strict=True):
-        x.view(-1, *x.shape[2:]).index_copy_(0, options["write_index"][allocator.index], new[0].transpose(0, 1))
+        x.view(-1, *x.shape[2:]).index_copy_(0, at, new[0].transpose(0, 1))
     k, v = (x[pages.span].transpose(1, 2) for x in held)
     q = _by_key_head(query[0].transpose(0, 1)[pages.request], k)
     sinks = how.pop("sinks")

@@ -51,7 +51,8 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
         causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
         pairs = case.n_tokens * (case.n_tokens + 1) // 2 if causal else case.queries * case.n_tokens
         pairs *= case.batch * case.heads
-        return _passes(case, direction, pairs, [(5, pairs)], (_products(case.dtype),) * 2)
+        keys = case.batch * case.key_heads * case.n_tokens
+        return _passes(case, direction, pairs, [(5, pairs)], (_products(case.dtype),) * 2, keys)
     return []
 
 
@@ -68,7 +69,7 @@ def _native(case: Case, direction: str) -> list[Work]:
     products = backward_products(case.batch * case.key_heads, threads)
     graded = [(5, by_columns)] if products == 5 else [(4, by_columns), (3, by_rows)]
     forward, backward = ("dot_bfloat16" if dots else _products(case.dtype) for dots in (paired, by_tiles))
-    passes = _passes(case, direction, by_rows, graded, (forward, backward), keys=_keys_read(case, index))
+    passes = _passes(case, direction, by_rows, graded, (forward, backward), _keys_read(case, index))
     return [work._replace(operations=work.operations * max(1, tile_products)) for work in passes]
 
 
@@ -103,19 +104,12 @@ def _products(dtype: torch.dtype) -> str:
 
 
 def _passes(
-    case: Case,
-    direction: str,
-    pairs: int,
-    graded: Sequence[tuple[int, int]],
-    rates: tuple[str, str],
-    *,
-    keys: int | None = None,
+    case: Case, direction: str, pairs: int, graded: Sequence[tuple[int, int]], rates: tuple[str, str], keys: int
 ) -> list[Work]:
     """Return a forward pass of two matmuls and, to train, a backward pass of these (matmuls, pairs), at these rates."""
     softmax = "exp_float64" if case.dtype == torch.float64 else "exp_float32"
     # A multiplication and an addition per element of the head.
     each, size = 2.0 * case.head_dim, case.head_dim * case.dtype.itemsize
-    keys = case.batch * case.key_heads * case.n_tokens if keys is None else keys
     queries, keys = size * case.batch * case.heads * case.queries, size * keys
     forward = Work(2 * each * pairs, pairs, 2 * queries + 2 * keys, rates[0], softmax)
     if direction == FORWARD:

@@ -20,14 +20,9 @@ class Decoder:
     """A model, its texts and its losses, on sequences of ``n_tokens``. The sources are those of `load_model`."""
 
     def __init__(
-        self,
-        source: str | None,
-        n_tokens: int,
-        files: Sequence[Path] = (),
-        dtype: torch.dtype | None = None,
-        random_weights: Path | None = None,
+        self, source: str, n_tokens: int, files: Sequence[Path] = (), dtype: torch.dtype | None = None
     ) -> None:
-        self.name, self.model, encode = load_model(source, random_weights, n_tokens)
+        self.name, self.model, encode = load_model(source, None, n_tokens)
         self.model.to(dtype or faster_dtype())
         self.n_tokens = n_tokens
         config = self.model.config.get_text_config()

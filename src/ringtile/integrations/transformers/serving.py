@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,9 +20,7 @@ from ringtile.patterns import Causal, Window
 from ringtile.patterns.facts import moves_along
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    Model = TypeVar("Model", bound=PreTrainedModel)
+    from ringtile.integrations.transformers.registry import Model
 
 _NAME = "ringtile_flash"
 """transformers builds one mask over all requests, unless the name of an implementation contains "flash"."""

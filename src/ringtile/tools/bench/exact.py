@@ -101,7 +101,7 @@ class Exact:
         """Return the keys that some queries keep, bool ``[B or 1, H, R, N]``."""
         heads, keys = (torch.arange(size, device=self.case.device) for size in (self.case.heads, self.case.n_tokens))
         query = rows[:, None] + self.case.n_tokens - self.case.queries
-        rules = [pattern] if pattern.batch_size is None else map(pattern.batch_row, range(pattern.batch_size))
+        rules = map(pattern.batch_row, range(pattern.batch_size or 1))
         kept = [rule.allowed(heads[:, None, None], query, keys) for rule in rules]
         return torch.stack(kept).expand(-1, len(heads), len(rows), len(keys))
 

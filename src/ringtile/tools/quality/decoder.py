@@ -30,9 +30,8 @@ class Decoder:
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
         self.heads: int = config.num_attention_heads
-        vocab_size = self.vocab_size
         # Without a tokenizer, a token is a byte.
-        self.encode = encode or (lambda words: [byte % vocab_size for byte in words.encode()])
+        self.encode = encode or (lambda words: [byte % self.vocab_size for byte in words.encode()])
         self.texts = Texts(self.encode, files)
 
     @property

@@ -15,6 +15,9 @@ import hypothesis
 import hypothesis.configuration
 import pytest
 import torch
+
+# Dynamo lists torch's functions as they are when it is imported: before a test replaces some.
+import torch._dynamo
 from torch import Tensor
 
 # Beside the caches of pytest, ruff and mypy, so that a run leaves nothing in the root.

@@ -15,7 +15,7 @@ from ringtile.index.build import BLOCKS
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.tools.plot import FORMATS, check_out, occupancy, picture, plot_pattern
 from ringtile.tools.statistics import LongestList, PatternStatistics, pattern_statistics
-from ringtile.tools.units import bytes_text, count, count_text
+from ringtile.tools.units import bytes_text, count, count_text, percent_text
 
 _DRAWING_WIDTH = 48
 _PAIRWISE_TOKENS = 4 * _DRAWING_WIDTH
@@ -94,8 +94,8 @@ def _lines(s: PatternStatistics, seconds: float) -> list[tuple[str, str]]:
     tiles += f" with {s.distinct_partial_tiles:,} distinct masks"
     return [
         ("tokens", f"{s.n_queries:,} queries x {s.n_keys:,} keys, block {s.block}{heads}"),
-        ("density", f"{100 * s.density:.3g}%  ({kept} that the causal and document rules allow)"),
-        ("tile density", f"{100 * s.tile_density:.3g}%  ({tiles}); time follows this"),
+        ("density", f"{percent_text(s.density)}  ({kept} that the causal and document rules allow)"),
+        ("tile density", f"{percent_text(s.tile_density)}  ({tiles}); time follows this"),
         ("rows", _longest(s.longest_row, "row")),
         ("columns", _longest(s.longest_column, "column")),
         ("index", f"{bytes_text(s.index_bytes)} with its transpose, built in {seconds:.2f} s"),
@@ -128,7 +128,7 @@ def _draw_picture(index: BlockIndex, rule: Pattern, path: Path) -> None:
         of_head = "" if index.n_groups == 1 else ", head 0"
         figures = (
             f"{count_text(index.n_queries)} queries x {count_text(index.n_keys)} keys, block {index.block}: "
-            f"density {100 * index.density:.3g}%, tile density {100 * index.tile_density:.3g}%"
+            f"density {percent_text(index.density)}, tile density {percent_text(index.tile_density)}"
         )
         axes.set_title("\n".join([*textwrap.wrap(f"{rule!r}{of_head}", 64)[:4], figures]), fontsize=9.5)
         bar = figure.colorbar(axes.images[0], cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))

@@ -88,3 +88,12 @@ def bytes_text(number: float) -> str:
             return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:,.1f} TiB"
+
+
+def percent_text(share: float) -> str:
+    """Write a fraction in percent, to three digits.
+
+    >>> percent_text(0.05), percent_text(0.0012345), percent_text(0.0)
+    ('5%', '0.123%', '0%')
+    """
+    return f"{100 * share:.3g}%"

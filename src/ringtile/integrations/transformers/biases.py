@@ -163,7 +163,13 @@ def _by_slopes(slopes: Tensor, mask: Tensor | None) -> Callable[..., Any]:
 
 
 def _attend_bloom(
-    module: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, layer_past: Any, **_: Any
+    module: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor,
+    attention_mask: Any,
+    layer_past: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
 
@@ -188,7 +194,12 @@ def _attend_bloom(
 
 
 def _attend_mpt(
-    module: Any, hidden_states: Tensor, *, position_bias: Tensor, past_key_values: Any, attention_mask: Any, **_: Any
+    module: Any,
+    hidden_states: Tensor,
+    position_bias: Tensor,
+    past_key_values: Any = None,
+    attention_mask: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:

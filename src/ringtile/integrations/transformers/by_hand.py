@@ -16,10 +16,17 @@ def heads_of(x: Tensor, head_dim: int, *projections: nn.Module) -> list[Tensor]:
     return [project(x).unflatten(-1, (-1, head_dim)).transpose(-2, -3) for project in projections]
 
 
-def _attend_longformer(self: Any, hidden_states: Tensor, **given: Any) -> tuple[Tensor]:
+def _attend_longformer(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    is_index_masked: Tensor | None = None,
+    is_index_global_attn: Tensor | None = None,
+    is_global_attn: bool | None = None,
+    output_attentions: bool = False,
+) -> tuple[Tensor]:
     """Return the output ``[B, N, E]`` of a ``LongformerSelfAttention``, in a tuple (arXiv:2004.05150)."""
-    is_index_masked, is_index_global_attn = given.get("is_index_masked"), given.get("is_index_global_attn")
-    if given.get("output_attentions"):
+    if output_attentions:
         raise ValueError("output_attentions: ringtile does not support attention weights as an output")
     if is_index_masked is None or is_index_global_attn is None:
         raise ValueError("is_index_masked, is_index_global_attn: expected bool [B, N], got None")
@@ -28,7 +35,7 @@ def _attend_longformer(self: Any, hidden_states: Tensor, **given: Any) -> tuple[
     real, window = ~is_index_masked, Window(self.one_sided_attn_window_size)
     near = sparse_attention(q, k, v, window, key_mask=real & ~is_index_global_attn, return_lse=True, **how)
     out = near[0]
-    if given.get("is_global_attn"):
+    if is_global_attn:
         # The global tokens of each batch element come first, and their number differs.
         count = int(is_index_global_attn.sum(1).max())
         at = is_index_global_attn.byte().argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -47,12 +54,29 @@ def _attend_longformer(self: Any, hidden_states: Tensor, **given: Any) -> tuple[
     return (out.transpose(1, 2).flatten(2),)
 
 
-def _attend_big_bird(self: Any, hidden_states: Tensor, *masks: Any, **options: Any) -> tuple[Tensor, None]:
+def convert_longformer(model: nn.Module) -> None:
+    """Replace the attention of each layer of a Longformer in place."""
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+    for module in model.modules():
+        if isinstance(module, LongformerSelfAttention):
+            module.forward = MethodType(_attend_longformer, module)
+
+
+def _attend_big_bird(
+    self: Any,
+    hidden_states: Tensor,
+    band_mask: Tensor | None = None,
+    from_mask: Tensor | None = None,
+    to_mask: Tensor | None = None,
+    from_blocked_mask: Tensor | None = None,
+    to_blocked_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
     """Return the output ``[B, N, E]`` of a ``BigBirdBlockSparseAttention``, and None (arXiv:2007.14062)."""
     if options.get("output_attentions"):
         raise ValueError("output_attentions: ringtile does not support attention weights as an output")
     batch, tokens, _ = hidden_states.shape
-    _, from_mask, to_mask = masks[:3] or (None, None, None)
     if tokens % self.block_size or to_mask is None or from_mask is None:
         raise ValueError(
             f"hidden_states: expected a multiple of {self.block_size} tokens with masks, got {hidden_states.shape=}"
@@ -92,13 +116,11 @@ def _choices(attention: Any, tokens: int) -> Tensor:
     return torch.from_numpy(np.stack(drawn)).long().movedim(2, 0)
 
 
-# transformers computes a few blocks of BigBird with full attention, and layers that it has switched stay so.
-_ATTENDS = {"LongformerSelfAttention": _attend_longformer, "BigBirdBlockSparseAttention": _attend_big_bird}
+def convert_big_bird(model: nn.Module) -> None:
+    """Replace the attention of each layer of a BigBird in place."""
+    # transformers computes sequences of a few blocks with full attention, and layers that it has switched stay so.
+    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
-
-def convert(model: nn.Module) -> None:
-    """Replace the attention of each layer of a Longformer or a BigBird in place."""
     for module in model.modules():
-        attend: Any = _ATTENDS.get(type(module).__name__)
-        if attend is not None:
-            module.forward = MethodType(attend, module)
+        if isinstance(module, BigBirdBlockSparseAttention):
+            module.forward = MethodType(_attend_big_bird, module)

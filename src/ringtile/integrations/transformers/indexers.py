@@ -129,7 +129,9 @@ class _Streamed(TorchFunctionMode):
             case "matmul":
                 self.weights = args[0].squeeze(2).transpose(1, 2)
                 return self._scores(*self.scores.shape[:2], 1, self.scores.shape[3])
-            case "squeeze" | "sum" if name == "squeeze" or (self.scores.dim() == 4 and kwargs == {"dim": 2}):
+            case "squeeze":
+                return self._scores(*self.scores.shape[:2], self.scores.shape[3])
+            case "sum" if self.scores.dim() == 4 and kwargs == {"dim": 2}:
                 return self._scores(*self.scores.shape[:2], self.scores.shape[3])
             case "masked_fill" if isinstance(args[1], PatternMask):
                 self.kept = args[1].kept

@@ -26,7 +26,7 @@ from ringtile.integrations.transformers.attention import (
 )
 from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.biases import is_replaced, replace_biases
-from ringtile.integrations.transformers.by_hand import convert
+from ringtile.integrations.transformers.by_hand import convert_big_bird, convert_longformer
 from ringtile.integrations.transformers.indexers import stream_indexers
 from ringtile.integrations.transformers.masks import CHOSEN, pattern_mask
 from ringtile.integrations.transformers.packing import pack_rows
@@ -40,7 +40,7 @@ OLDEST = (5, 5)
 """The oldest version of transformers whose mask interface is the one that `pattern_mask` implements."""
 
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
-_CONVERTED = {"longformer", "big_bird"}
+_CONVERTED = {"longformer": convert_longformer, "big_bird": convert_big_bird}
 _OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
 _SAMPLE = 1024
 """Values of each parameter that the hash of a model covers."""
@@ -198,7 +198,7 @@ def use_ringtile(
             if given is not None:
                 raise ValueError(f"{argument}: {kind} has its own, got {given!r}")
         # Modules of these kinds do not look up an attention function, so no name is set.
-        convert(model)
+        _CONVERTED[kind](model)
         return model
     if pack and (attend is not None or decode is not None):
         raise ValueError(f"pack: expected False with attend= or decode=, which choose by row, got {pack=}")

@@ -37,17 +37,19 @@ class CPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
         self.cp = cp
         args: Any = self.args
-        strategy = getattr(args, "train_sampling_strategy", None)
-        parallelism = getattr(args, "parallelism_config", None)
+        smoothing, averages = args.label_smoothing_factor, args.average_tokens_across_devices
+        balances = getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
+        config = getattr(args, "parallelism_config", None)
+        of_shard = "None, because it would see the logits and labels of a shard"
         # Settings of which the Trainer would compute a loss or a metric of a shard.
         for name, wrong, wanted in (
             ("model", self.model is not cp.model, "the one that context_parallel got"),
-            ("label_smoothing_factor", args.label_smoothing_factor != 0, "0, or Trainer would shift labels again"),
-            ("average_tokens_across_devices", not args.average_tokens_across_devices, "True, because ranks have parts"),
-            ("compute_loss_func", self.compute_loss_func is not None, "None, because it would see a shard's logits"),
-            ("compute_metrics", self.compute_metrics is not None, "None, because it would see a shard's logits"),
-            ("train_sampling_strategy", strategy == "batch_rebalance", "one that does not balance between ranks"),
-            ("parallelism_config", parallelism is not None, "None, because Accelerate would refuse windows"),
+            ("label_smoothing_factor", smoothing != 0, "0, because Trainer would shift the labels of a shard again"),
+            ("average_tokens_across_devices", not averages, "True, because each rank has a part of the tokens"),
+            ("compute_loss_func", self.compute_loss_func is not None, of_shard),
+            ("compute_metrics", self.compute_metrics is not None, of_shard),
+            ("train_sampling_strategy", balances, "one that does not balance batches between ranks"),
+            ("parallelism_config", config is not None, "None, because Accelerate would refuse windows and strip masks"),
         ):
             if wrong:
                 raise ValueError(f"{name}: expected {wanted}")

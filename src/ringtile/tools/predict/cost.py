@@ -383,8 +383,11 @@ def _columns(work: Work, plan: HeadPlan, hardware: Hardware) -> list[Cost]:
 
 
 def _inside_rows(x: Tensor) -> Tensor:
-    """Return what ranks send to each number of their own row, ``[P, G]``, as ``[P, P]``."""
-    # Of [[0, 1], [2, 0], [0, 3], [4, 0]], ranks 2 and 3 are a row: 2 sends 3 bytes to 3, and 3 sends 4 to 2.
+    """Return what ranks send to each number of their own row, ``[P, G]``, as ``[P, P]``.
+
+    >>> _inside_rows(torch.tensor([[0, 1], [2, 0], [0, 3], [4, 0]]))[:, 2:].tolist()
+    [[0, 0], [0, 0], [0, 3], [4, 0]]
+    """
     n_ranks, per_row = x.shape
     found = x.new_zeros(n_ranks // per_row, per_row, n_ranks // per_row, per_row)
     found.diagonal(dim1=0, dim2=2).copy_(x.view(-1, per_row, per_row).permute(1, 2, 0))
@@ -392,8 +395,11 @@ def _inside_rows(x: Tensor) -> Tensor:
 
 
 def _between_rows(x: Tensor) -> Tensor:
-    """Return what ranks send to the rank of each row that has their number, ``[P, R]``, as ``[P, P]``."""
-    # Of [[0, 1], [0, 2], [3, 0], [4, 0]], ranks 1 and 3 have one number: 1 sends 2 bytes to 3, and 3 sends 4 to 1.
+    """Return what ranks send to the rank of each row that has their number, ``[P, R]``, as ``[P, P]``.
+
+    >>> _between_rows(torch.tensor([[0, 1], [0, 2], [3, 0], [4, 0]]))[:2].tolist()
+    [[0, 0, 1, 0], [0, 0, 0, 2]]
+    """
     n_ranks, n_rows = x.shape
     found = x.new_zeros(n_rows, n_ranks // n_rows, n_rows, n_ranks // n_rows)
     found.diagonal(dim1=1, dim2=3).copy_(x.view(n_rows, -1, n_rows).transpose(1, 2))

@@ -387,27 +387,34 @@ INLINE void add_rows(const ListItem &item, const ListTile &tile, int lane, const
     }
 }
 
-// The same, of weights [row][MAX_BLOCK] and rows in any place.
+// Add rows, times their weights, to sums in whole vectors, N of which stay in registers meanwhile.
+template <int N, class W, class R>
+INLINE void add_vectors(int count, W weight, R row, int64_t d, float *sums) {
+    constexpr int L = Lanes<float>::count;
+    Vec<float> sum[N] = {};
+    for (int i = 0; i < count; i++) {
+        const float *x = row(i) + d, w = weight(i);
+        for (int n = 0; n < N; n++) sum[n] += w * load(x + n * L);
+    }
+    for (int n = 0; n < N; n++) store(sums + d + n * L, load(sums + d + n * L) + sum[n]);
+}
+template <class W, class R>
+INLINE void add_weighted(int count, W weight, R row, int64_t width, float *sums) {
+    constexpr int L = Lanes<float>::count;
+    int64_t d = 0;
+    for (; width - d >= 8 * L; d += 8 * L) add_vectors<8>(count, weight, row, d, sums);
+    for (; width - d >= 4 * L; d += 4 * L) add_vectors<4>(count, weight, row, d, sums);
+    for (; d < width; d += L) add_vectors<1>(count, weight, row, d, sums);
+}
+
+// add_rows with weights [row][MAX_BLOCK] and rows in any place.
 inline void add_direct(const ListItem &item, const ListTile &tile, const float *weights, const Gathered &rows, int64_t width,
                        float *sums) {
-    constexpr int L = Lanes<float>::count, N = 8;
     const int64_t padded = whole_vectors(width);
-    for (int r = 0; r < item.rows; r++, weights += MAX_BLOCK)
-        for (int64_t d = 0; d < padded; d += L, sums += L) {
-            if (padded - d >= N * L) {
-                Vec<float> sum[N] = {};
-                for (int k = 0; k < tile.count; k++) {
-                    const float *row = rows.row(k) + d;
-                    for (int n = 0; n < N; n++) sum[n] += weights[k] * load(row + n * L);
-                }
-                for (int n = 0; n < N; n++) store(sums + n * L, load(sums + n * L) + sum[n]);
-                d += (N - 1) * L, sums += (N - 1) * L;
-                continue;
-            }
-            Vec<float> sum = {};
-            for (int k = 0; k < tile.count; k++) sum += weights[k] * load(rows.row(k) + d);
-            store(sums, load(sums) + sum);
-        }
+    for (int r = 0; r < item.rows; r++, weights += MAX_BLOCK, sums += padded)
+        add_weighted(
+            tile.count, [&](int k) INLINE_LAMBDA { return weights[k]; },
+            [&](int k) INLINE_LAMBDA { return rows.row(k); }, padded, sums);
 }
 
 INLINE void clear_rows(float *sums, const ListItem &item, int64_t width) {
@@ -618,26 +625,6 @@ inline void add_key_grads(const ringtile_call &c, const ListItem &item, const Ke
     }
 }
 
-// Add rows in N vectors, times what they add, to sums, which are zeros if none met the key before.
-template <int N>
-INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const float *rows, int64_t width, float *sums,
-                     bool met) {
-    constexpr int L = Lanes<float>::count;
-    Vec<float> sum[N] = {};
-    for (int n = 0; n < N && met; n++) sum[n] = load(sums + n * L);
-    for (int i = 0; i < count; i++)
-        for (int n = 0; n < N; n++) sum[n] += kept[i].*factor * load(rows + kept[i].row * width + n * L);
-    for (int n = 0; n < N; n++) store(sums + n * L, sum[n]);
-}
-INLINE void add_kept(const KeptBy *kept, int count, float KeptBy::*factor, const float *rows, int64_t width, float *sums,
-                     bool met) {
-    constexpr int L = Lanes<float>::count;
-    int64_t d = 0;
-    for (; width - d >= 8 * L; d += 8 * L) add_kept<8>(kept, count, factor, rows + d, width, sums + d, met);
-    for (; width - d >= 4 * L; d += 4 * L) add_kept<4>(kept, count, factor, rows + d, width, sums + d, met);
-    for (; d < width; d += L) add_kept<1>(kept, count, factor, rows + d, width, sums + d, met);
-}
-
 // Add the sums of a chunk of keys over runs [first, last) to the gradients, which are float32.
 inline void key_grads(const ringtile_call &c, int64_t head, int64_t low, int64_t high, int64_t first, int64_t last,
                       const ListScratch &to) {
@@ -673,9 +660,15 @@ inline void key_grads(const ringtile_call &c, int64_t head, int64_t low, int64_t
         for (int64_t key = 0, begin = 0; key < keys; begin = begins[key++]) {
             const int rows = (int)(begins[key] - begin);
             if (!rows) continue;
-            add_kept(by_key + begin, rows, &KeptBy::slope, to.rows, width, to.key_sums + key * width, to.met[key]);
-            add_kept(by_key + begin, rows, &KeptBy::weight, to.grad_rows, value_width, to.value_sums + key * value_width,
-                     to.met[key]);
+            auto add_rows_of = [&](float KeptBy::*weight, const float *x, int64_t width, float *sums) {
+                const KeptBy *of_key = by_key + begin;
+                if (!to.met[key]) __builtin_memset(sums, 0, width * sizeof(float));
+                add_weighted(
+                    rows, [&](int i) INLINE_LAMBDA { return of_key[i].*weight; },
+                    [&](int i) INLINE_LAMBDA { return x + of_key[i].row * width; }, width, sums);
+            };
+            add_rows_of(&KeptBy::slope, to.rows, width, to.key_sums + key * width);
+            add_rows_of(&KeptBy::weight, to.grad_rows, value_width, to.value_sums + key * value_width);
             to.met[key] = 1;
         }
     }

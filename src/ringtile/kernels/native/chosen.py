@@ -117,13 +117,12 @@ class _Job:
             self.c.first_item, self.c.last_item = first, last
             library().run(library().handle.ringtile_lists, self.c)
 
-    def run_queries(self, phase: ListsPhase, heads: int, first: int, last: int, products: float) -> None:
+    def run_queries(self, phase: ListsPhase, heads: int, first: int, last: int, operations: float) -> None:
         """Run a phase whose items are runs of some key heads, from ``first`` to ``last`` - 1."""
         c = self.c
         c.first_run, c.last_run = first, last
         items = heads * -(-self.ratio // c.list_rows) * -(-(last - first) // c.item_runs)
-        part = heads / (c.batch * c.kv_heads) * (last - first) / self.runs
-        self.run(phase, items, products * self.operations * part)
+        self.run(phase, items, operations)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
@@ -134,7 +133,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tupl
         return out.zero_(), lse.fill_(-math.inf)
     job.place("out", out)
     job.keep("lse", lse)
-    job.run_queries(ListsPhase.FORWARD, len(k) * k.shape[1], 0, job.runs, 1.0)
+    job.run_queries(ListsPhase.FORWARD, len(k) * k.shape[1], 0, job.runs, job.operations)
     return out, lse
 
 
@@ -174,7 +173,7 @@ def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Te
         some = min(together, heads - c.first_head)
         for first in range(0, job.runs, window):
             last = min(first + window, job.runs)
-            job.run_queries(ListsPhase.QUERY_GRADS, some, first, last, 1.5)
             operations = job.operations * some / heads * (last - first) / job.runs
+            job.run_queries(ListsPhase.QUERY_GRADS, some, first, last, 1.5 * operations)
             job.run(ListsPhase.KEY_GRADS, some * chunks, operations)
     return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)

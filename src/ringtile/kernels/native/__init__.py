@@ -261,7 +261,7 @@ def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _L
     # The first work item of each batch element and head, then the number of all items.
     counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
     items = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    c = type(lists.structure).from_buffer_copy(lists.structure)
+    c = lists.structure.copy()
     c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
     c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
     c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
@@ -272,7 +272,7 @@ def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _L
 
 
 class _Job:
-    """One call's structure and the tensors that it points to."""
+    """One call's structure."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None, added: Added | None = None
@@ -284,45 +284,36 @@ class _Job:
         self.library: Library = library()
         if not template.in_place:
             q, k, v = with_contiguous_rows(q), *(_readable(x, template.rereads) for x in (k, v))
-        self.tensors = [q, k, v]
-        c = self.c = type(template.structure).from_buffer_copy(template.structure)
+        c = self.c = template.structure.copy()
         # Not in the template: the precision that a caller allows can change from call to call.
         arithmetic = arithmetic_of(q.dtype)
         c.isa, c.dtype, c.start, c.scale = arithmetic.isa.number, arithmetic.code, self.prepared.start, call.scale
-        c.q, c.k, c.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        c.point(q=q, k=k, v=v)
         if call.key_bits is not None:
-            bits = self.keep(call.key_bits.contiguous())
-            c.key_bits, c.key_words = bits.data_ptr(), bits.shape[1]
+            c.point(key_bits=call.key_bits.contiguous())
+            c.key_words = call.key_bits.shape[1]
         if call.key_lengths is not None:
-            c.key_lengths = self.keep(call.key_lengths.long().contiguous()).data_ptr()
+            c.point(key_lengths=call.key_lengths.long().contiguous())
         if call.seed is not None:
             c.seed, c.dropout_threshold = int(call.seed), dropout_threshold(call.dropout_p)
             for name, numbers in (("head_at", call.head_at), ("batch_at", call.batch_at)):
                 if numbers is not None:
-                    setattr(c, name, self.keep(numbers.contiguous()).data_ptr())
+                    c.point(**{name: numbers.contiguous()})
         if call.softcap or call.alibi_slopes is not None or added is not None:
             c.scale, c.true_scale, c.softcap = 1, call.scale, call.softcap
         if call.alibi_slopes is not None:
-            c.slopes = self.keep(call.alibi_slopes.double().contiguous()).data_ptr()
+            c.point(slopes=call.alibi_slopes.double().contiguous())
         if added is not None:
             check_added(q, k, added)
-            values, query_at, key_at = (self.keep(x) for x in added[:3])
-            c.added, c.added_queries, c.added_keys = values.data_ptr(), query_at.data_ptr(), key_at.data_ptr()
+            values, query_at, key_at, _ = added
+            c.point(added=values, added_queries=query_at, added_keys=key_at)
             # One row of numbers is that of all queries.
             several, c.added_places = values.shape[2] > 1, values.shape[3]
             c.added_stride = *values.stride()[:2], values.stride(2) * several
             if added.grad is not None:
-                c.added_grad = self.keep(added.grad).data_ptr()
+                c.point(added_grad=added.grad)
                 c.added_grad_stride = *added.grad.stride()[:2], added.grad.stride(2) * several
         c.threads = threads_of(template.operations)
-
-    def keep(self, x: Tensor) -> Tensor:
-        """Keep a tensor alive during the call."""
-        self.tensors.append(x)
-        return x
-
-    def place(self, name: str, x: Tensor, rereads: bool = False) -> None:
-        self.c.place(name, self.keep(_readable(x, rereads)))
 
     def run(self, forward: bool, phase: int, items: int, operations: float) -> None:
         """Run one phase over all its items."""
@@ -343,11 +334,11 @@ class _Job:
         """Run the rows or columns of ``items`` heads. Threads share long ones, in a fixed order."""
         c, columns = self.c, phase == BackwardPhase.COLUMNS
         splits = _shared_splits(self.prepared.lists, c.batch, c.heads, items, c.threads, columns)
-        c.shared_splits, c.n_shared_splits = self.keep(splits).data_ptr(), len(splits)
+        c.point(shared_splits=splits)
+        c.n_shared_splits = len(splits)
         if len(splits):
             width = _whole_tiles(c.head_dim) + (_whole_tiles(c.value_dim) if columns else 0)
-            scratch = splits.new_empty(len(splits) * width * _ROW_BLOCK, dtype=self.template.accumulator)
-            c.scratch = self.keep(scratch).data_ptr()
+            c.point(scratch=splits.new_empty(len(splits) * width * _ROW_BLOCK, dtype=self.template.accumulator))
         self.run(False, phase, len(splits) + items * places, operations)
         if len(splits):
             self.run(False, phase + (BackwardPhase.FOLD_ROWS - BackwardPhase.ROWS), len(splits), 0)
@@ -375,10 +366,10 @@ def forward(
     template = job.template
     out = q.new_empty_strided((*rows, v.shape[3]), template.out_stride)
     lse = q.new_empty(rows, dtype=template.accumulator)
-    job.c.out, job.c.lse = out.data_ptr(), lse.data_ptr()
+    job.c.point(out=out, lse=lse)
     if job.c.n_splits:
         size = q.shape[0] * q.shape[1] * job.c.n_splits * (v.shape[3] + 2) * _ROW_BLOCK
-        job.c.scratch = job.keep(lse.new_empty(size)).data_ptr()
+        job.c.point(scratch=lse.new_empty(size))
     job.run(True, ForwardPhase.ATTEND, template.n_items, template.operations)
     if job.c.n_splits:
         job.run(True, ForwardPhase.COMBINE, template.n_items, 0)
@@ -394,24 +385,20 @@ def backward(
     if not lse.numel() or not k.shape[2]:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     job = _Job(q, k, v, call, prepared, added)
+    c, rereads = job.c, job.template.rereads
     heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     # All queries of a head add to the gradient of its table, in an order that one thread keeps.
-    by_columns = backward_products(kv_heads, job.c.threads) == 5 or (added is not None and added.values.shape[2] == 1)
+    by_columns = backward_products(kv_heads, c.threads) == 5 or (added is not None and added.values.shape[2] == 1)
     # Columns add to the gradients of queries, tile by tile. Everything else is written once.
     q_grad = lse.new_zeros(q.shape) if by_columns else q.new_empty(q.shape)
     k_grad, v_grad = k.new_empty(k.shape), v.new_empty(v.shape)
-    job.place("out", out)
-    for name, x in (("q", q), ("out_grad", out_grad)):
-        job.place(name, x, job.template.rereads)
-    job.c.lse = job.keep(lse.contiguous()).data_ptr()
+    c.place(out=with_contiguous_rows(out), q=_readable(q, rereads), out_grad=_readable(out_grad, rereads))
+    c.point(lse=lse.contiguous(), delta=lse.new_empty(2 * lse.numel()), q_grad=q_grad, k_grad=k_grad, v_grad=v_grad)
     if lse_grad is not None:
-        job.c.lse_grad = job.keep(lse_grad.to(lse.dtype).contiguous()).data_ptr()
-    job.c.delta = job.keep(lse.new_empty(2 * lse.numel())).data_ptr()
-    job.c.q_grad, job.c.k_grad, job.c.v_grad = q_grad.data_ptr(), k_grad.data_ptr(), v_grad.data_ptr()
+        c.point(lse_grad=lse_grad.to(lse.dtype).contiguous())
     if by_columns:
-        if job.c.n_row_buffers:
-            buffers = lse.new_empty(heads * job.c.n_row_buffers * q.shape[3] * _ROW_BLOCK)
-            job.c.row_buffers = job.keep(buffers).data_ptr()
+        if c.n_row_buffers:
+            c.point(row_buffers=lse.new_empty(heads * c.n_row_buffers * q.shape[3] * _ROW_BLOCK))
         job.run_columns(kv_heads, 2.5 * job.template.operations)
     else:
         job.run(False, BackwardPhase.DELTA, heads, 0)

@@ -63,22 +63,20 @@ def _check_lists(q: Tensor, k: Tensor, lists: Lists) -> None:
 
 
 class _Job:
-    """One call's structure and the tensors that it points to."""
+    """One call's structure."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> None:
         check_tensors(q, k, v)
         _check_lists(q, k, lists)
-        self.tensors: list[Tensor] = [lists.indices, lists.limits]
         c = self.c = library().structure()
         (c.batch, c.heads, c.n_queries, c.head_dim), (c.kv_heads, c.n_keys, c.value_dim) = q.shape, v.shape[1:]
         c.dtype, c.isa, c.scale = DTYPES[q.dtype], library().choice.by_dtype[q.dtype].number, scale
         # Weights have room for whole entries, and the first holds every key if the block is longer.
         c.block = min(lists.block, 1 << max(c.n_keys - 1, 0).bit_length())
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            self.place(name, x)
-        groups, rows, c.list_length = lists.indices.shape[1:]
-        c.list_groups, c.indices, c.limits = groups, lists.indices.data_ptr(), lists.limits.data_ptr()
-        c.indices_stride = groups * rows * c.list_length if len(lists.indices) > 1 else 0
+        c.place(q=with_contiguous_rows(q), k=with_contiguous_rows(k), v=with_contiguous_rows(v))
+        c.point(indices=lists.indices, limits=lists.limits)
+        c.list_groups, rows, c.list_length = lists.indices.shape[1:]
+        c.indices_stride = c.list_groups * rows * c.list_length if len(lists.indices) > 1 else 0
         c.limits_stride = 2 * rows if len(lists.limits) > 1 else 0
         self.places = min(c.list_length * c.block, c.n_keys)
         """Keys of a query, at most."""
@@ -96,19 +94,11 @@ class _Job:
         c.union_cost = max(2, _UNION_COST // self.ratio) if 0 < self.ratio <= _DIRECT else 2
         c.union_room = max(1, min(c.run * c.list_length // c.union_cost, blocks))
         if c.run > 1 and self.places:
-            lists_of_runs = c.batch * groups * self.runs
-            self.keep("union_entries", torch.empty(lists_of_runs * c.union_room, dtype=torch.int32))
-            self.keep("union_bits", torch.empty(lists_of_runs * c.union_room, dtype=torch.int16))
-            self.keep("union_length", torch.empty(lists_of_runs, dtype=torch.int64))
+            lists_of_runs = c.batch * c.list_groups * self.runs
+            c.point(union_entries=torch.empty(lists_of_runs * c.union_room, dtype=torch.int32))
+            c.point(union_bits=torch.empty(lists_of_runs * c.union_room, dtype=torch.int16))
+            c.point(union_length=torch.empty(lists_of_runs, dtype=torch.int64))
             self.run(ListsPhase.UNIONS, lists_of_runs, 0)
-
-    def place(self, name: str, x: Tensor) -> None:
-        self.tensors.append(with_contiguous_rows(x))
-        self.c.place(name, self.tensors[-1])
-
-    def keep(self, name: str, x: Tensor) -> None:
-        self.tensors.append(x)
-        setattr(self.c, name, x.data_ptr())
 
     def run(self, phase: ListsPhase, items: int, operations: float) -> None:
         """Run the items of a phase, for the runs of the window."""
@@ -131,8 +121,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tupl
     out, lse = new_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     if not lse.numel() or not job.places:
         return out.zero_(), lse.fill_(-math.inf)
-    job.place("out", out)
-    job.keep("lse", lse)
+    job.c.place(out=out)
+    job.c.point(lse=lse)
     job.run_queries(ListsPhase.FORWARD, len(k) * k.shape[1], 0, job.runs, job.operations)
     return out, lse
 
@@ -151,13 +141,10 @@ def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Te
     k_grad, v_grad = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
     if not lse.numel() or not job.places:
         return q_grad.zero_(), k_grad.to(k.dtype), v_grad.to(v.dtype)
-    job.place("out", out)
-    job.place("out_grad", out_grad)
-    job.keep("lse", lse.contiguous())
+    c.place(out=with_contiguous_rows(out), out_grad=with_contiguous_rows(out_grad))
+    c.point(lse=lse.contiguous(), q_grad=q_grad, k_grad=k_grad, v_grad=v_grad)
     if lse_grad is not None:
-        job.keep("lse_grad", lse_grad.float().contiguous())
-    for name, x in (("q_grad", q_grad), ("k_grad", k_grad), ("v_grad", v_grad)):
-        job.keep(name, x)
+        c.point(lse_grad=lse_grad.float().contiguous())
     chunks = min(c.n_keys, max(-(-job.places // _KEYS_OF_A_QUERY), c.n_keys * (c.head_dim + c.value_dim) // _SUMS))
     c.chunk_keys = -(-c.n_keys // max(chunks, 1))
     chunks = -(-c.n_keys // c.chunk_keys)
@@ -168,7 +155,7 @@ def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Te
     # Many queries of some heads before the others: each window reads and writes the gradients of all its keys.
     window = min(job.runs, -(-_WINDOW // c.run), max(1, room // c.weights_room))
     together = min(heads, max(1, room // (window * c.weights_room)))
-    job.keep("weights", lse.new_empty(window * together * c.weights_room))
+    c.point(weights=lse.new_empty(window * together * c.weights_room))
     for c.first_head in range(0, heads, together):
         some = min(together, heads - c.first_head)
         for first in range(0, job.runs, window):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -67,12 +67,31 @@ class CallStructure(ctypes.Structure):
     """``ringtile_call`` of native/ringtile.h, without nesting. The library lists the fields: see `_structure`."""
 
     # Without a dictionary of their own, calls raise AttributeError if a field's name is wrong.
-    __slots__ = ()
+    __slots__ = ("tensors",)
+    tensors: list[Tensor]
+    """They live as long as the call."""
 
-    def place(self, name: str, x: Tensor) -> None:
-        """Point a field at a tensor [B, H, N, D], with its strides."""
-        setattr(self, name, x.data_ptr())
-        setattr(self, f"{name}_stride", x.stride()[:3])
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = []
+
+    def copy(self) -> Self:
+        """Return the same call, which keeps no tensors."""
+        found = type(self).from_buffer_copy(self)
+        found.tensors = []
+        return found
+
+    def point(self, **fields: Tensor) -> None:
+        """Point fields at tensors, and keep these."""
+        self.tensors += fields.values()
+        for name, x in fields.items():
+            setattr(self, name, x.data_ptr())
+
+    def place(self, **fields: Tensor) -> None:
+        """Point fields at tensors ``[B, H, N, D]``, with their strides, and keep these."""
+        self.point(**fields)
+        for name, x in fields.items():
+            setattr(self, f"{name}_stride", x.stride()[:3])
 
 
 class Library(NamedTuple):

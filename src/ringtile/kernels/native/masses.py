@@ -39,21 +39,17 @@ def native_masses(masses: Masses) -> Tensor | None:
     out = query.new_empty((batch, heads, pooled, -(-key.shape[2] // segment)), dtype=torch.float32)
     if not out.numel():
         return out
-    one_group = torch.zeros(1, dtype=torch.int32)
-    seen, groups = seen.contiguous(), groups.contiguous()
     c = library().structure()
     c.dtype, c.isa, c.threads = number, library().choice.by_dtype[dtype].number, threads
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = batch, heads, rows, *key.shape[1:]
-    for name, x in (("q", query), ("k", key), ("v", key)):
-        c.place(name, x)
-    c.out, c.group, c.seen, c.pool_begin = (x.data_ptr() for x in (out, one_group, seen, groups))
+    c.place(q=query, k=key, v=key)
+    c.point(out=out, group=torch.zeros(1, dtype=torch.int32), seen=seen.contiguous(), pool_begin=groups.contiguous())
     if bias is not None:
         bias = bias.contiguous()
-        c.bias, c.bias_stride[0] = bias.data_ptr(), bias.stride(0)
+        c.point(bias=bias)
+        c.bias_stride[0] = bias.stride(0)
         c.bias_stride[1] = bias.stride(1) if bias.shape[1] > 1 else 0
-    of_bytes = {name: x.contiguous() for name, x in of_bytes.items()}
-    for name, x in of_bytes.items():
-        setattr(c, name, x.data_ptr())
+    c.point(**{name: x.contiguous() for name, x in of_bytes.items()})
     c.scale, c.segment, c.pool_max, c.by_sign = scale, segment, pool == "max", by_sign
     # Whole groups, about a strip of rows, and enough items for all threads. No bit depends on it.
     of_strip, of_threads = _STRIP * pooled // max(rows, 1), -(-batch * heads * pooled // (_ITEMS_A_THREAD * threads))

@@ -32,14 +32,12 @@ def rounded_scores(query: Tensor, of_query: Tensor, key: Tensor, of_key: Tensor,
     (rows, heads, head_dim), n_keys = query.shape, len(key)
     out = torch.empty(rows, n_keys)
     operations = 2.0 * heads * rows * n_keys * head_dim
-    of_query = of_query.T.contiguous()
     c = library().structure()
     # The set for bfloat16 has products of bytes, too.
     c.isa, c.threads = library().choice.by_dtype[torch.bfloat16].number, threads_of(operations)
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = 1, heads, rows, 1, n_keys, head_dim
-    for name, x in (("q", query.transpose(0, 1)[None]), ("k", key[None, None]), ("out", out[None, None])):
-        c.place(name, x)
-    c.query_scale, c.key_scale, c.key_sum = (x.data_ptr() for x in (of_query, of_key, sums))
+    c.place(q=query.transpose(0, 1)[None], k=key[None, None], out=out[None, None])
+    c.point(query_scale=of_query.T.contiguous(), key_scale=of_key, key_sum=sums)
     c.relu = relu
     for first, last in ranges(-(-rows // _QUERIES) * -(-n_keys // _KEYS), operations, c.threads):
         c.first_item, c.last_item = first, last

@@ -25,16 +25,10 @@ def step(
             f"keep: expected bool [{batch}, {heads}, 1, {cols}] for one query, got {keep.dtype} "
             f"{tuple(keep.shape)} for {query.shape=}"
         )
-    c, tensors = library().structure(), list[Tensor]()
+    c = library().structure()
     c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, 1, head_dim
     c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
     c.block, c.start = block, n_keys - 1
-
-    def place(**fields: Tensor) -> None:
-        """Point fields at tensors, and keep these alive."""
-        tensors.extend(fields.values())
-        for name, x in fields.items():
-            setattr(c, name, x.data_ptr())
 
     # The lists of an index in which each head is a group with one row. No key follows the query, so all tiles are full.
     keep = keep.reshape(groups, cols)
@@ -45,18 +39,15 @@ def step(
     work[:, 0], work[:, 2], work[:, 3], work[:, 4] = number[:-1], counts, -1, 1
     c.n_rows, c.n_cols, c.n_groups = 1, cols, groups
     c.group_stride[0], c.group_stride[1] = c.heads, 1
-    place(group=number.int(), full_row_ptr=begins, full_col=columns)
-    place(part_row_ptr=none, part_col=none, part_tile=none)
-    place(work=work, work_begin=number, item_begin=number)
+    c.point(group=number.int(), full_row_ptr=begins, full_col=columns)
+    c.point(part_row_ptr=none, part_col=none, part_tile=none)
+    c.point(work=work, work_begin=number, item_begin=number)
     out = query.new_empty(batch, heads, 1, value_dim)
-    for name, x in (("q", query), ("k", key), ("v", value), ("out", out)):
-        tensors.append(with_contiguous_rows(x))
-        c.place(name, tensors[-1])
-    place(lse=query.new_empty(query.shape[:3], dtype=accumulator(query)))
+    c.place(q=with_contiguous_rows(query), k=with_contiguous_rows(key), v=with_contiguous_rows(value), out=out)
+    c.point(lse=query.new_empty(query.shape[:3], dtype=accumulator(query)))
     if key_mask is not None:
-        bits = pack_keys(key_mask).contiguous()
-        place(key_bits=bits)
-        c.key_words = bits.shape[1]
+        c.point(key_bits=pack_keys(key_mask).contiguous())
+        c.key_words = -(-n_keys // 32)
     arithmetic = arithmetic_of(query.dtype)
     c.dtype, c.isa, c.scale = arithmetic.code, arithmetic.isa.number, head_dim**-0.5 if scale is None else scale
     c.threads = threads_of(2.0 * len(columns) * block * (head_dim + value_dim))

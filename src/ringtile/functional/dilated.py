@@ -101,14 +101,10 @@ def _disjoint(branches: Sequence[Branch], pattern: Pattern | None) -> tuple[Bran
             fresh = ~reduce(or_, taken)
             rule = fresh if rule == _DENSE else rule & fresh
         # Without a pattern, a branch of equal segments can keep all pairs of this one: then nothing is left.
-        if pattern is not None or not any(_covers(at, length, dilation) for at in earlier):
+        rates = [rate for of, rate in earlier if of == length]
+        if pattern is not None or not any(dilation % rate == length % rate == 0 for rate in rates):
             found.append(Branch(length, dilation, rule))
     return tuple(found)
-
-
-def _covers(other: tuple[int, int], length: int, dilation: int) -> bool:
-    """Return True if the other branch has equal segments and keeps all pairs of this one."""
-    return other[0] == length and dilation % other[1] == 0 and length % other[1] == 0
 
 
 def checked_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> list[tuple[int, int]]:

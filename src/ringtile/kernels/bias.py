@@ -5,7 +5,7 @@ computed piece by piece: some rows, and the keys that they can meet. The backwar
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ _BYTES = 1 << 25
 _BIAS = f"Tensor[] biases, SymInt[] spec, {operators.schema(Call)}"
 operators.library.define(f"forward_biased(Tensor q, Tensor k, Tensor v, {_BIAS}) -> (Tensor, Tensor)")
 operators.library.define(f"backward_biased({operators.schema(Rows)}, {_BIAS}) -> (Tensor, Tensor, Tensor, Tensor[])")
-FORWARD_BIASED, BACKWARD_BIASED = torch.ops.ringtile.forward_biased, torch.ops.ringtile.backward_biased
+FORWARD_BIASED: Callable[..., tuple[Tensor, Tensor]] = torch.ops.ringtile.forward_biased
+BACKWARD_BIASED = torch.ops.ringtile.backward_biased
 
 
 class Term(NamedTuple):
@@ -383,8 +384,7 @@ def _compute(
     q: Tensor, k: Tensor, v: Tensor, spec: Sequence[int], n_biases: int, call: Call, *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     call = operators.with_tensors(call, *tensors[n_biases:])
-    found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, tensors[:n_biases], spec, *call)
-    return found
+    return FORWARD_BIASED(q, k, v, tensors[:n_biases], spec, *call)
 
 
 _again = operators.without_derivative(
@@ -401,8 +401,7 @@ def attend_biased(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Term], call: 
         # Dynamo does not pass a tensor twice to a function with a derivative of its own.
         biases = [x.view_as(x) for x in biases]
     if not operators.is_differentiated(q, k, v, *biases):
-        found: tuple[Tensor, Tensor] = FORWARD_BIASED(q, k, v, biases, spec, *call)
-        return found
+        return FORWARD_BIASED(q, k, v, biases, spec, *call)
     plain, *tensors = operators.apart(call)
     out, lse = _Attention.apply(q, k, v, spec, len(biases), plain, *biases, *tensors)
     return out, lse

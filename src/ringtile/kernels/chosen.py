@@ -1,5 +1,6 @@
 """The operators of attention over lists of keys per query: schema, fake tensors, vmap, autograd."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ _LISTS = f"Tensor indices, Tensor limits, {operators.schema(Call)}"
 
 operators.library.define(f"forward_lists(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)")
 operators.library.define(f"backward_lists({operators.schema(Rows)}, {_LISTS}) -> (Tensor, Tensor, Tensor)")
-FORWARD_LISTS, BACKWARD_LISTS = torch.ops.ringtile.forward_lists, torch.ops.ringtile.backward_lists
+FORWARD_LISTS: Callable[..., tuple[Tensor, Tensor]] = torch.ops.ringtile.forward_lists
+BACKWARD_LISTS: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.ringtile.backward_lists
 
 
 def _options(call: Call) -> tuple[Call, ...]:
@@ -40,16 +42,12 @@ operators.register("backward_lists", _backward, operators.fake_backward, 9)
 
 
 def _compute(q: Tensor, k: Tensor, v: Tensor, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = FORWARD_LISTS(q, k, v, *tensors[:2], *operators.with_tensors(call, *tensors[2:]))
-    return found
+    return FORWARD_LISTS(q, k, v, *tensors[:2], *operators.with_tensors(call, *tensors[2:]))
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, call, tensors = arguments[:7], arguments[7], arguments[8:]
-    grads: tuple[Tensor, Tensor, Tensor] = BACKWARD_LISTS(
-        *rows, *tensors[:2], *operators.with_tensors(call, *tensors[2:])
-    )
-    return grads
+    return BACKWARD_LISTS(*rows, *tensors[:2], *operators.with_tensors(call, *tensors[2:]))
 
 
 _again = operators.without_derivative(
@@ -66,8 +64,7 @@ def attend_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> t
         indices, limits = (x.expand(q.shape[0], *x.shape[1:]) for x in (indices, limits))
     call = call._replace(block=lists.block)
     if not operators.is_differentiated(q, k, v):
-        found: tuple[Tensor, Tensor] = FORWARD_LISTS(q, k, v, indices, limits, *call)
-        return found
+        return FORWARD_LISTS(q, k, v, indices, limits, *call)
     plain, *tensors = operators.apart(call)
     out, lse = _Attention.apply(q, k, v, plain, indices, limits, *tensors)
     return out, lse

@@ -89,12 +89,6 @@ def _folded(size: int, x: Any, dim: int | None) -> Any:
     return x.flatten(0, 1)
 
 
-def _example(arguments: Sequence[Any], in_dims: Sequence[Any], number: int) -> list[Any]:
-    """Return the arguments of one example of a vmapped call."""
-    pairs = zip(arguments, in_dims, strict=True)
-    return [x.select(dim, number) if isinstance(dim, int) else x for x, dim in pairs]
-
-
 def _vmap_rule(n_tensors: int, op: Any) -> Any:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         # Examples become batch elements: [V, B, H, N, D] with V examples is one call of [V * B, H, N, D].
@@ -102,7 +96,9 @@ def _vmap_rule(n_tensors: int, op: Any) -> Any:
         call, dims = Call(*arguments[n_tensors:]), dict(zip(Call._fields, in_dims[n_tensors:], strict=True))
         if any(dims[name] is not None for name in ("seed", "alibi_slopes", "head_at")):
             # The kernels have one seed, and one slope and number per head, for the whole batch.
-            each = [op(*_example(arguments, in_dims, number)) for number in range(size)]
+            pairs = list(zip(arguments, in_dims, strict=True))
+            examples = ([x.select(dim, n) if isinstance(dim, int) else x for x, dim in pairs] for n in range(size))
+            each = [op(*example) for example in examples]
             return tuple(torch.stack(outs) for outs in zip(*each, strict=True)), (0,) * len(each[0])
         tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
         tiles = list(call.tiles)
@@ -137,7 +133,8 @@ def register(name: str, implementation: Any, fake: Any, n_tensors: int = 0) -> N
 register("forward", _forward, fake_forward, 3)
 register("backward", _backward, fake_backward, 7)
 register("double_backward", _double_backward, _fake_double_backward, 10)
-FORWARD, BACKWARD = torch.ops.ringtile.forward, torch.ops.ringtile.backward
+FORWARD: Callable[..., tuple[Tensor, Tensor]] = torch.ops.ringtile.forward
+BACKWARD: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.ringtile.backward
 
 
 def apart(call: Call) -> tuple[Any, ...]:
@@ -193,25 +190,20 @@ def is_unseen(*tensors: Tensor | None) -> bool:
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
     """Return the output and lse, without a derivative. See `attention` for ``prepared``."""
-    results: tuple[Tensor, Tensor]
-    if prepared is not None:
-        results = BACKENDS[call.backend].forward(q, k, v, call, prepared)
-    elif is_unseen(q, k, v, *options_of(call)):
-        results = BACKENDS[call.backend].forward(q, k, v, call, *prepared_of(q, k, v, call))
-    else:
-        results = torch.ops.ringtile.forward(q, k, v, *call)
-    return results
+    if prepared is None and not is_unseen(q, k, v, *options_of(call)):
+        return FORWARD(q, k, v, *call)
+    extra = prepared_of(q, k, v, call) if prepared is None else (prepared,)
+    found: tuple[Tensor, Tensor] = BACKENDS[call.backend].forward(q, k, v, call, *extra)
+    return found
 
 
 def run_backward(rows: Rows, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, without a derivative."""
-    grads: tuple[Tensor, Tensor, Tensor]
     # The gradients of the results are new, and whoever sees operators can have come since the forward pass.
     if not is_unseen(*rows, *options_of(call)):
-        grads = torch.ops.ringtile.backward(*rows, *call)
-    else:
-        extra = prepared_of(rows.q, rows.k, rows.v, call) if prepared is None else (prepared,)
-        grads = BACKENDS[call.backend].backward(rows, call, *extra)
+        return BACKWARD(*rows, *call)
+    extra = prepared_of(rows.q, rows.k, rows.v, call) if prepared is None else (prepared,)
+    grads: tuple[Tensor, Tensor, Tensor] = BACKENDS[call.backend].backward(rows, call, *extra)
     return grads
 
 
@@ -251,8 +243,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor, Tensor] = BACKWARD(*arguments[:7], *with_tensors(*arguments[8:]))
-        return grads
+        return BACKWARD(*arguments[:7], *with_tensors(*arguments[8:]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

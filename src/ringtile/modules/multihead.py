@@ -236,28 +236,23 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
                 f"is_causal: without attn_mask it needs as many queries as keys, got {query.shape=}, {key.shape=}; "
                 "pattern=Causal() aligns queries to the last keys"
             )
-        self._check_weights(given, batch * self.num_heads * n_queries * n_keys)
-        return batch
-
-    def _check_weights(self, given: _Given, size: int) -> None:
-        """Raise ValueError if the weights that are asked for, dense ones of a size, cannot be returned."""
-        need_weights = given.need_weights
+        need_weights, size = given.need_weights, batch * self.num_heads * n_queries * n_keys
         if not isinstance(need_weights, bool) and need_weights != "block_sparse":
             raise ValueError(f"need_weights: expected True, False or 'block_sparse', got {need_weights!r}")
         if need_weights is True and size > MAX_WEIGHTS and not self._is_dense:
             raise ValueError(
                 f"need_weights: a dense weight matrix would have {size:,} elements, over {MAX_WEIGHTS:,}; use "
-                f"need_weights=False, or 'block_sparse' for the kept tiles, with {given.query.shape=}, "
-                f"{given.key.shape=}"
+                f"need_weights=False, or 'block_sparse' for the kept tiles, with {query.shape=}, {key.shape=}"
             )
         if need_weights != "block_sparse":
-            return
+            return batch
         if self.training and self.dropout:
             raise ValueError(f"need_weights: 'block_sparse' does not support dropout, got {self.dropout=}")
         if self.bias_k is not None or self.add_zero_attn:
             raise ValueError("need_weights: 'block_sparse' does not support add_bias_kv or add_zero_attn")
         if self.attend is not sparse_attention:
             raise ValueError(f"need_weights: 'block_sparse' needs attend=sparse_attention, got {self!r}")
+        return batch
 
     def _forward_dense(self, given: _Given) -> tuple[Tensor, Tensor | None]:
         query, key, value = given[:3]

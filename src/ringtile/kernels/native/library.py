@@ -158,18 +158,13 @@ def _check_complete(path: Path) -> None:
         (begin,), (size, count) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<HH", header, 54)
         file.seek(begin)
         segments = file.read(size * count)
-    needed = max([begin + size * count] + [offset + length for offset, length in _loaded(segments, size)])
-    if path.stat().st_size < needed:
-        raise _Unusable(f"{path.name} is truncated, install ringtile again: {path.stat().st_size} bytes of {needed}")
-
-
-def _loaded(segments: bytes, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the offset and length in the file of each loaded segment."""
+    needed = begin + size * count
     for at in range(0, len(segments) - size + 1, size):
         # An entry: kind, flags, offset in the file, two addresses, length in the file. Kind 1 is loaded.
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", segments, at)
-        if kind == 1:
-            yield offset, length
+        needed = max(needed, offset + length if kind == 1 else 0)
+    if path.stat().st_size < needed:
+        raise _Unusable(f"{path.name} is truncated, install ringtile again: {path.stat().st_size} bytes of {needed}")
 
 
 def _open(path: Path) -> ctypes.CDLL:

@@ -125,7 +125,10 @@ class Leg:
     def calibration(self, scores: Scores) -> Calibration:
         """Return the calibration of some scores, from its file if there is one."""
         if scores not in self._calibrations:
-            file, decoder = self._file(scores), self.decoder
+            decoder = self.decoder
+            # Another model, block or length is another file, so a folder serves several runs.
+            whole = f"{scores} {self.block} {decoder.n_tokens} {decoder.facts}"
+            file = self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
             if file.exists():
                 found = checked(Calibration.load(file), decoder, scores, self.block)
             else:
@@ -138,11 +141,6 @@ class Leg:
                 found.save(file)
             self._calibrations[scores] = found
         return self._calibrations[scores]
-
-    def _file(self, scores: Scores) -> Path:
-        # Another model, block or length is another file, so a folder serves several runs.
-        whole = f"{scores} {self.block} {self.decoder.n_tokens} {self.decoder.facts}"
-        return self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
 
     def jobs(self, *, quick: bool = False, timed: bool = True) -> Iterator[Job]:
         """Return the cells of a run: losses, and seconds beside PyTorch's own attention."""

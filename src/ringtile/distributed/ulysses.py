@@ -193,16 +193,12 @@ def _by_dtype(name: str, xs: Tensors, kinds: str, number: int) -> list[Tensor]:
     return [found[place] for place in range(len(xs))]
 
 
-def _fake_to_heads(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
+def _fake(to_heads: bool, xs: Tensors, kinds: str, number: int) -> list[Tensor]:
     plan = by_number[number].plan
     counts = {kind: runs[plan.me][1] - runs[plan.me][0] for kind, runs in plan.heads.items()}
-    return [x.new_empty(x.shape[0], counts[kind], plan.n_row, x.shape[3]) for x, kind in zip(xs, kinds, strict=True)]
-
-
-def _fake_to_tokens(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
-    plan = by_number[number].plan
-    counts = {"q": plan.num_heads, "k": plan.num_kv_heads}
-    return [x.new_empty(x.shape[0], counts[kind], plan.n_tokens, x.shape[3]) for x, kind in zip(xs, kinds, strict=True)]
+    counts = counts if to_heads else {"q": plan.num_heads, "k": plan.num_kv_heads}
+    n = plan.n_row if to_heads else plan.n_tokens
+    return [x.new_empty(x.shape[0], counts[kind], n, x.shape[3]) for x, kind in zip(xs, kinds, strict=True)]
 
 
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -220,7 +216,7 @@ def _to_tokens_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], No
     return torch.ops.ringtile.to_heads(grads, ctx.kinds, ctx.exchange.number), None, None
 
 
-register("to_heads", partial(_by_dtype, "to_heads"), _fake_to_heads)
-register("to_tokens", partial(_by_dtype, "to_tokens"), _fake_to_tokens)
+register("to_heads", partial(_by_dtype, "to_heads"), partial(_fake, True))
+register("to_tokens", partial(_by_dtype, "to_tokens"), partial(_fake, False))
 for _name, _backward in (("to_heads", _to_heads_backward), ("to_tokens", _to_tokens_backward)):
     torch.library.register_autograd(f"ringtile::{_name}", _backward, setup_context=_keep_exchange, lib=library)

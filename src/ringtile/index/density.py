@@ -79,6 +79,9 @@ def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float],
             raise ValueError(f"pattern: {pattern!r} has no free parameter to solve for")
         return _Point(size, measured(sized), sized)
 
+    def error(point: _Point) -> float:
+        return abs(point.density - target)
+
     smallest = 1
     with suppress(ValueError):
         pattern.resized(0)
@@ -94,14 +97,14 @@ def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float],
             break
     highest = high.density
     bracketed = low.density < target <= high.density
-    while bracketed and high.size - low.size > 1 and min(p.error(target) for p in points) > _GOOD_ENOUGH * target:
+    while bracketed and high.size - low.size > 1 and min(map(error, points)) > _GOOD_ENOUGH * target:
         # The interpolated size, at least a tenth of the interval away from its ends.
         share, width = (target - low.density) / (high.density - low.density), high.size - low.size
         middle = measure(low.size + min(max(round(width * min(max(share, 0.1), 0.9)), 1), width - 1))
         points.append(middle)
         low, high = (middle, high) if middle.density < target else (low, middle)
-    best = min(points, key=lambda point: point.error(target))
-    reached = best.error(target) <= _TOLERANCE * target
+    best = min(points, key=error)
+    reached = error(best) <= _TOLERANCE * target
     return Solution(best.pattern, best.density, reached, points[0].density, highest)
 
 
@@ -109,9 +112,6 @@ class _Point(NamedTuple):
     size: int
     density: float
     pattern: Pattern
-
-    def error(self, target: float) -> float:
-        return abs(self.density - target)
 
 
 def _grown(low: _Point, high: _Point, target: float) -> int:

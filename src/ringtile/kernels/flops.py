@@ -5,13 +5,10 @@ ringtile` must not. So we register the formulas when that module is imported.
 """
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
-
-from torch import Tensor
 
 from ringtile.kernels.chosen import BACKWARD_LISTS, FORWARD_LISTS
 from ringtile.kernels.contracts import Call, index_of
@@ -20,27 +17,21 @@ from ringtile.kernels.operators import BACKWARD, FORWARD
 _COUNTER = "torch.utils.flop_counter"
 
 
-def _pairs(q: Tensor, k: Tensor, n_lists: int, rest: Sequence[Any]) -> int:
-    """Count the (query, key) pairs that kernels compute: in kept tiles, or in lists, what is left empty there too."""
+def _flops(n_lists: int, backward: bool, *arguments: Any, **_: Any) -> int:
+    """Count the work on the pairs that kernels compute: in kept tiles, or in lists, what is left empty there too."""
+    (q, k, v), rest = (arguments[2:5], arguments[7:]) if backward else (arguments[:3], arguments[3:])
     call = Call(*rest[n_lists:])
     if n_lists:
-        return int(q.shape[0] * q.shape[1] * q.shape[2] * min(rest[0].shape[3] * call.block, k.shape[2]))
-    return index_of(call, q, k).tile_pairs(q.shape[0], q.shape[1])
-
-
-def _forward_flops(n_lists: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
-    return 2 * _pairs(q, k, n_lists, rest) * int(q.shape[-1] + v.shape[-1])
-
-
-def _backward_flops(n_lists: int, *arguments: Any, **_: Any) -> int:
-    q, k, v = arguments[2:5]
-    return 2 * _pairs(q, k, n_lists, arguments[7:]) * int(3 * q.shape[-1] + 2 * v.shape[-1])
+        pairs = int(q.shape[0] * q.shape[1] * q.shape[2] * min(rest[0].shape[3] * call.block, k.shape[2]))
+    else:
+        pairs = index_of(call, q, k).tile_pairs(q.shape[0], q.shape[1])
+    return 2 * pairs * int(3 * q.shape[-1] + 2 * v.shape[-1] if backward else q.shape[-1] + v.shape[-1])
 
 
 def _register(counter: ModuleType) -> None:
     for n_lists, forward, backward in ((0, FORWARD, BACKWARD), (2, FORWARD_LISTS, BACKWARD_LISTS)):
-        counter.register_flop_formula(forward, get_raw=True)(partial(_forward_flops, n_lists))
-        counter.register_flop_formula(backward, get_raw=True)(partial(_backward_flops, n_lists))
+        counter.register_flop_formula(forward, get_raw=True)(partial(_flops, n_lists, False))
+        counter.register_flop_formula(backward, get_raw=True)(partial(_flops, n_lists, True))
 
 
 class _Finder:

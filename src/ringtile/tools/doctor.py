@@ -87,11 +87,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--self-test",
-        action="store_true",
-        help="also test the processor's tiles (AMX) for a second, and compile and test FlashAttention 4 for minutes",
-    )
+    tests = "also test the processor's tiles (AMX) for a second, and compile and test FlashAttention 4 for minutes"
+    parser.add_argument("--self-test", action="store_true", help=tests)
 
 
 def _told(report: TileReport) -> str:

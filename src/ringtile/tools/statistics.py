@@ -83,9 +83,8 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
     # Groups stand for different numbers of (batch row, head) entries.
     entries = torch.bincount(index.group.flatten(), minlength=index.n_groups) * copies
     full_tiles = int(entries[kept.rows.slots()[0] // max(kept.n_rows, 1)].sum())
-    same: dict[str, Any] = {
-        name: getattr(index, name) for name in ("n_queries", "n_keys", "block", "density", "tile_density")
-    }
+    names = "n_queries", "n_keys", "block", "density", "tile_density"
+    same: dict[str, Any] = {name: getattr(index, name) for name in names}
     return PatternStatistics(
         **same,
         num_heads=index.group.numel() * copies,

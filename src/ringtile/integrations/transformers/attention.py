@@ -215,7 +215,11 @@ def attend(
         query = query.expand(key.shape[0], -1, -1, -1)
     kept = _kept(module, attention_mask, query, n_keys, is_causal)
     if options.get("cu_seq_lens_q") is not None:
-        kept = _packed(kept, query, n_keys, options)
+        # Bounds (0, 7, 40) are sequences of 7 and 33 tokens, in one row, as for flash attention.
+        bounds, of_keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
+        if len(query) != 1 or query.shape[2] != n_keys or (of_keys is not None and not torch.equal(bounds, of_keys)):
+            raise ValueError(f"cu_seq_lens_q: expected bounds of one row of {n_keys} tokens, got {query.shape=}")
+        kept = kept._replace(pattern=kept.pattern & Documents(cu_seqlens=bounds))
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
         if getattr(module, "compressor", None) is not None:
             raise ValueError(f"pattern: expected None for a layer with compressed keys, got {of_layer!r}")
@@ -334,12 +338,3 @@ def _in_documents(kept: KeptPairs, documents: Pattern) -> KeptPairs:
     if not moves_along(kept.pattern):
         raise ValueError(f"pack: expected a rule of distances, the same in each row, got {kept.pattern!r}")
     return kept if documents == Dense() else kept._replace(pattern=kept.pattern & documents)
-
-
-def _packed(kept: KeptPairs, query: Tensor, n_keys: int, options: Mapping[str, Any]) -> KeptPairs:
-    """Return the kept pairs inside the sequences whose bounds came as an argument, as for flash attention."""
-    # Bounds (0, 7, 40) are sequences of 7 and 33 tokens, in one row.
-    bounds, of_keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
-    if len(query) != 1 or query.shape[2] != n_keys or (of_keys is not None and not torch.equal(bounds, of_keys)):
-        raise ValueError(f"cu_seq_lens_q: expected bounds of one row of {n_keys} tokens, got {query.shape=}")
-    return kept._replace(pattern=kept.pattern & Documents(cu_seqlens=bounds))

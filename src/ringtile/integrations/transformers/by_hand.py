@@ -1,6 +1,8 @@
 """Models whose attention is written by hand, Longformer and BigBird: it is replaced, with the same weights."""
 
 import math
+from collections.abc import Callable
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -52,15 +54,6 @@ def _attend_longformer(
         out = out.scatter(2, of_token, kept)
     out = out.masked_fill(is_index_masked[:, None, :, None], 0)
     return (out.transpose(1, 2).flatten(2),)
-
-
-def convert_longformer(model: nn.Module) -> None:
-    """Replace the attention of each layer of a Longformer in place."""
-    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
-
-    for module in model.modules():
-        if isinstance(module, LongformerSelfAttention):
-            module.forward = MethodType(_attend_longformer, module)
 
 
 def _attend_big_bird(
@@ -116,11 +109,18 @@ def _choices(attention: Any, tokens: int) -> Tensor:
     return torch.from_numpy(np.stack(drawn)).long().movedim(2, 0)
 
 
-def convert_big_bird(model: nn.Module) -> None:
-    """Replace the attention of each layer of a BigBird in place."""
+CONVERTED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "longformer": ("LongformerSelfAttention", _attend_longformer),
     # transformers computes sequences of a few blocks with full attention, and layers that it has switched stay so.
-    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
+    "big_bird": ("BigBirdBlockSparseAttention", _attend_big_bird),
+}
+"""The attention modules of kinds of models that do not look up an attention function, and what replaces theirs."""
 
+
+def convert(model: nn.Module, kind: str) -> None:
+    """Replace the attention of each layer of a model in place."""
+    name, attend = CONVERTED[kind]
+    replaced = getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
     for module in model.modules():
-        if isinstance(module, BigBirdBlockSparseAttention):
-            module.forward = MethodType(_attend_big_bird, module)
+        if isinstance(module, replaced):
+            module.forward = MethodType(attend, module)

@@ -26,7 +26,7 @@ from ringtile.integrations.transformers.attention import (
 )
 from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.biases import is_replaced, replace_biases
-from ringtile.integrations.transformers.by_hand import convert_big_bird, convert_longformer
+from ringtile.integrations.transformers.by_hand import CONVERTED, convert
 from ringtile.integrations.transformers.indexers import stream_indexers
 from ringtile.integrations.transformers.masks import CHOSEN, pattern_mask
 from ringtile.integrations.transformers.packing import pack_rows
@@ -40,7 +40,6 @@ OLDEST = (5, 5)
 """The oldest version of transformers whose mask interface is the one that `pattern_mask` implements."""
 
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
-_CONVERTED = {"longformer": convert_longformer, "big_bird": convert_big_bird}
 _OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
 _SAMPLE = 1024
 """Values of each parameter that the hash of a model covers."""
@@ -117,7 +116,7 @@ def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> Non
 
     if isinstance(module, PreTrainedModel) and _is_by_hand(cast(Any, type(module))):
         advice = "leave the name out"
-        if module.config.model_type in _CONVERTED or is_replaced(type(module)):
+        if module.config.model_type in CONVERTED or is_replaced(type(module)):
             advice += ", and call use_ringtile(model)"
         raise ValueError(
             f"attn_implementation={implementation!r}: {type(module).__name__} ignores it, because its attention is "
@@ -193,12 +192,12 @@ def use_ringtile(
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)
     register_pair(CHOSEN, _attend_chosen, pattern_mask)
-    if kind in _CONVERTED:
+    if kind in CONVERTED:
         for argument, given in (("pattern", pattern), ("attend", attend), ("decode", decode), ("pack", pack or None)):
             if given is not None:
                 raise ValueError(f"{argument}: {kind} has its own, got {given!r}")
         # Modules of these kinds do not look up an attention function, so no name is set.
-        _CONVERTED[kind](model)
+        convert(model, kind)
         return model
     if pack and (attend is not None or decode is not None):
         raise ValueError(f"pack: expected False with attend= or decode=, which choose by row, got {pack=}")

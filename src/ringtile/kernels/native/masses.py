@@ -24,13 +24,13 @@ def native_masses(masses: Masses) -> Tensor | None:
         return None
     operations = 2.0 * query.shape[:3].numel() * key.shape[2] * key.shape[3]
     threads = threads_of(operations)
-    dtype, number, of_bytes = query.dtype, DTYPES[query.dtype], {}
+    dtype, number, c = query.dtype, DTYPES[query.dtype], library().structure()
     if pool == "rms":
         (query, of_query), (key, of_key) = in_bytes(query, scale * math.log2(math.e)), in_bytes(key)
         # The kernel reads four dims at once.
         query, key = (torch.nn.functional.pad(x, (0, -x.shape[3] % 4)) for x in (query, key))
         sums = key.sum(3, dtype=torch.int32)
-        of_bytes = {"query_scale": of_query, "key_scale": of_key, "key_sum": sums}
+        c.point(query_scale=of_query.contiguous(), key_scale=of_key.contiguous(), key_sum=sums.contiguous())
         # The set for bfloat16 has products of bytes, too.
         dtype, number = torch.bfloat16, _INT8
     query, key = with_contiguous_rows(query), with_contiguous_rows(key)
@@ -39,7 +39,6 @@ def native_masses(masses: Masses) -> Tensor | None:
     out = query.new_empty((batch, heads, pooled, -(-key.shape[2] // segment)), dtype=torch.float32)
     if not out.numel():
         return out
-    c = library().structure()
     c.dtype, c.isa, c.threads = number, library().choice.by_dtype[dtype].number, threads
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = batch, heads, rows, *key.shape[1:]
     c.place(q=query, k=key, v=key)
@@ -49,7 +48,6 @@ def native_masses(masses: Masses) -> Tensor | None:
         c.point(bias=bias)
         c.bias_stride[0] = bias.stride(0)
         c.bias_stride[1] = bias.stride(1) if bias.shape[1] > 1 else 0
-    c.point(**{name: x.contiguous() for name, x in of_bytes.items()})
     c.scale, c.segment, c.pool_max, c.by_sign = scale, segment, pool == "max", by_sign
     # Whole groups, about a strip of rows, and enough items for all threads. No bit depends on it.
     of_strip, of_threads = _STRIP * pooled // max(rows, 1), -(-batch * heads * pooled // (_ITEMS_A_THREAD * threads))

@@ -303,7 +303,11 @@ def backward_launches(
         "strides": job.strides._replace(g=stride_of(out_grad)),
         **dict(zip(("Q_GRAD", "K_GRAD", "V_GRAD"), grads, strict=True)),
     }
-    return [stats_launch(shared, lse_grad, out, lse), *_dq_launches(job, shared), *_dkdv_launches(job, shared)]
+    owners = job.batch * job.heads
+    of_rows = {**shared, **job.rows(), **job.row_scratch(owners, job.constants.DP, job.index.block)}
+    kernels = backward_kernels.dq_kernel, backward_kernels.sum_dq_kernel
+    dq = _along_rows(job, "dq", kernels, (of_rows, of_rows), owners, 1)
+    return [stats_launch(shared, lse_grad, out, lse), *dq, *_dkdv_launches(job, shared)]
 
 
 def stats_launch(shared: dict[str, Any], lse_grad: Tensor | None, out: Tensor, lse: Tensor) -> Launch:
@@ -316,13 +320,6 @@ def stats_launch(shared: dict[str, Any], lse_grad: Tensor | None, out: Tensor, l
     values = {**shared, **given, "HAS_LSE_GRAD": lse_grad is not None}
     programs = batch * heads * -(-n_queries // rows)
     return launch_of(backward_kernels.stats_kernel, values, [Choice(Config(rows, 0, 4, 1), constants, programs)])
-
-
-def _dq_launches(job: Job, shared: dict[str, Any]) -> list[Launch]:
-    owners = job.batch * job.heads
-    values = {**shared, **job.rows(), **job.row_scratch(owners, job.constants.DP, job.index.block)}
-    kernels = backward_kernels.dq_kernel, backward_kernels.sum_dq_kernel
-    return _along_rows(job, "dq", kernels, (values, values), owners, 1)
 
 
 def _dkdv_launches(job: Job, shared: dict[str, Any]) -> list[Launch]:

@@ -25,18 +25,14 @@ DEFAULT_PEERS = ("sdpa", "flex")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
-    add(
-        "--random-weights", type=Path, metavar="CONFIG",
-        help="a config.json or its folder, instead of MODEL: random weights, and one token per byte",
-    )  # fmt: skip
+    config = "a config.json or its folder, instead of MODEL: random weights, and one token per byte"
+    add("--random-weights", type=Path, metavar="CONFIG", help=config)
     add("--tokens", type=count, default=4096, metavar="N", help="sequence length, or frames of sound (default: 4096)")
     add("--pattern", help="also measure the model with the pairs that this pattern and its own mask keep")
     add("--text", type=Path, metavar="FILE", help="text for the loss (default: Python's own documentation)")
     add("--dtype", choices=DTYPES, default="float32", help="dtype of weights and activations (default: float32)")
-    add(
-        "--peers", nargs="*", default=DEFAULT_PEERS, choices=tuple(NAMES), metavar="NAME",
-        help=f"baselines among {', '.join(NAMES)} (default: {' '.join(DEFAULT_PEERS)})",
-    )  # fmt: skip
+    peers = f"baselines among {', '.join(NAMES)} (default: {' '.join(DEFAULT_PEERS)})"
+    add("--peers", nargs="*", default=DEFAULT_PEERS, choices=tuple(NAMES), metavar="NAME", help=peers)
     add("--passes", nargs="+", default=PASSES, choices=PASSES, help="passes to measure (default: both)")
     add("--rounds", type=count, default=3, metavar="R", help="timed rounds of each pass (default: 3)")
     add("--seed", type=int, default=0, help="seed of random weights (default: 0)")

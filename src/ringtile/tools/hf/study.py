@@ -128,8 +128,12 @@ class Study:
         self._check()
         if self.complaints:
             return
-        if self.is_causal:
-            self._losses()
+        for entrant in self.entrants if self.is_causal else ():
+            self.progress.show(f"loss with {entrant.name}")
+            with self._refusals(entrant, entrant):
+                self._switch(entrant)
+                entrant.loss, n_last = check.loss(self.model, self.loaded.ids, self.vocab_size)
+                self.progress.say(f"{entrant.name}: loss {entrant.loss:.6f}, mean of {n_last:,} tokens")
         if self.loaded.reads_text and self.model.can_generate():
             self._greedy()
         inputs = self.loaded.inputs(self.loaded.ids.shape[1])
@@ -185,14 +189,6 @@ class Study:
                 error = error_of(compute(), reference)
                 bound = max(FLOAT32_BOUND, LOW_PRECISION * error_of(eager, reference))
                 yield Check(what, tokens, str(dtype).removeprefix("torch."), error, bound)
-
-    def _losses(self) -> None:
-        for entrant in self.entrants:
-            self.progress.show(f"loss with {entrant.name}")
-            with self._refusals(entrant, entrant):
-                self._switch(entrant)
-                entrant.loss, n_last = check.loss(self.model, self.loaded.ids, self.vocab_size)
-                self.progress.say(f"{entrant.name}: loss {entrant.loss:.6f}, mean of {n_last:,} tokens")
 
     def _greedy(self) -> None:
         for entrant in self.ours:

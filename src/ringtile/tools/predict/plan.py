@@ -292,9 +292,8 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join([*lines, "", *table.lines()]), flush=True)
         tables.append(table)
     if args.out is not None:
-        _draw(
-            [each for each in tables if isinstance(each, Table)], f"{what}, {count_text(args.tokens)} tokens", args.out
-        )
+        drawn = [each for each in tables if isinstance(each, Table)]
+        _draw(drawn, f"{what}, {count_text(args.tokens)} tokens", args.out)
     if args.json:
         record: dict[str, object] = {"pattern": what}
         if planned.is_model:

@@ -170,12 +170,7 @@ class Leg:
 
     def setting(self, task: str, scores: str, budget: str, asked: float | None, seed: int, **sizes: Any) -> Setting:
         decoder = self.decoder
-        known: dict[str, Any] = {
-            "model": decoder.name,
-            "tokens": decoder.n_tokens,
-            "block": self.block,
-            "dtype": decoder.dtype,
-        }
+        known = dict[str, Any](model=decoder.name, tokens=decoder.n_tokens, block=self.block, dtype=decoder.dtype)
         return Setting("decoder", task, POST_HOC, scores, budget, asked, seed, known | sizes)
 
     def _means(self, text: FarCopy) -> tuple[float, float, float, float]:
@@ -278,10 +273,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the decoder leg."""
     add = parser.add_argument_group("your model").add_argument
     add("--model", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
-    add(
-        "--text", type=Path, nargs="+", default=(), metavar="FILE",
-        help="texts, or folders of them, to judge or calibrate by (default: texts of your Python)",
-    )  # fmt: skip
+    texts = "texts, or folders of them, to judge or calibrate by (default: texts of your Python)"
+    add("--text", type=Path, nargs="+", default=(), metavar="FILE", help=texts)
     add("--tokens", type=count, default=4096, metavar="N", help="length of its sequences (default: 4096)")
     add("--block", type=int, default=16, choices=(16, 32, 64, 128), help="tile side in its attention (default: 16)")
     add("--dtype", choices=DTYPES, help="dtype of weights and activations (default: the faster of bfloat16, float32)")

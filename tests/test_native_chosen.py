@@ -101,7 +101,7 @@ def test_lists_that_batch_elements_share_and_no_limits(name: str) -> None:
 
 def union_lengths(inputs: Inputs, lists: Lists) -> Tensor:
     """The length of the union of each run, 0 if its queries are computed one by one."""
-    return next(x for x in chosen._Job(*inputs[:3], lists, 0.3).tensors if x.dtype == torch.int64)
+    return next(x for x in chosen._Job(*inputs[:3], lists, 0.3).c.tensors if x.dtype == torch.int64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -141,16 +141,6 @@ def _ranked(layers: Sequence[HeadFacts]) -> tuple[tuple[tuple[float, ...], ...],
     return tuple(tuple(each.tolist()) for each in weights), (*numbers, 0.0)
 
 
-def _interpolated(thresholds: Sequence[float], density: float) -> float:
-    at = min(max(bisect.bisect_left(GRID, density), 1), len(GRID) - 1)
-    (low, high), (more, less) = GRID[at - 1 : at + 1], thresholds[at - 1 : at + 1]
-    share = (density - low) / (high - low)
-    if density in GRID or more == math.inf:
-        return less if density == high else more
-    # Thresholds fall by powers, so their logarithms are interpolated. Above the last density but one they reach 0.
-    return more * (less / more) ** share if less > 0 else more * (1 - share)
-
-
 @dataclass(frozen=True)
 class Calibration:
     """The weights of all heads of a model, and the thresholds of tile densities. It is stored as JSON.
@@ -213,7 +203,13 @@ class Calibration:
         """
         if not 0 < density <= 1:
             raise ValueError(f"density: expected a number above 0 and at most 1, got {density!r}")
-        return _interpolated(self.thresholds, density)
+        at = min(max(bisect.bisect_left(GRID, density), 1), len(GRID) - 1)
+        (low, high), (more, less) = GRID[at - 1 : at + 1], self.thresholds[at - 1 : at + 1]
+        share = (density - low) / (high - low)
+        if density in GRID or more == math.inf:
+            return less if density == high else more
+        # Thresholds fall by powers, so their logarithms are interpolated. Above the last density but one they reach 0.
+        return more * (less / more) ** share if less > 0 else more * (1 - share)
 
     def attention(
         self, density: float | None = None, *, quality: float | None = None, **options: Any

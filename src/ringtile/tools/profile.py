@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, record_function
 from ringtile.functional import sparse_attention
 from ringtile.index.build import clear_cache
 from ringtile.kernels.select import NAMES
-from ringtile.kernels.spans import INDEX, KERNEL, kernel_times
+from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, kernel_times
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.tools.memory import quiet_profiler
 from ringtile.tools.record import DTYPES
@@ -71,6 +71,12 @@ def _phase(event: FunctionEvent) -> str:
     return f"kernel {direction}" if arithmetic and not event.name.startswith(_VIEWS) else "other"
 
 
+def _packing_share(times: list[KernelTime]) -> float:
+    """Return the share of packing in the time of all threads, which work side by side: also its share of the call."""
+    working = sum(entry.working for entry in times)
+    return sum(entry.packing for entry in times) / working if working else 0.0
+
+
 def profile_attention(
     pattern: Pattern,
     tokens: int,
@@ -116,9 +122,7 @@ def profile_attention(
     for total, phases, times in zip(totals, found, clocks, strict=True):
         # The native kernel packs inside its one operator, so its own clocks split the operator's time.
         for direction in ("forward", "backward"):
-            of = [entry for entry in times if entry.backward == (direction == "backward")]
-            # Threads work side by side, so the share of packing in the time of all is also its share of the call.
-            share = sum(entry.packing for entry in of) / (sum(entry.working for entry in of) or 1)
+            share = _packing_share([entry for entry in times if entry.backward == (direction == "backward")])
             phases["packing"] += share * phases[f"kernel {direction}"]
             phases[f"kernel {direction}"] *= 1 - share
         phases["gaps"] = max(0.0, total - sum(phases.values()))

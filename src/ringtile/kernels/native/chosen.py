@@ -90,9 +90,8 @@ class _Job:
         rows_of_run = c.run * (self.ratio if self.ratio <= _DIRECT else _LANES)
         c.item_runs = _ITEM_ROWS // (-(-rows_of_run // _LANES) * _LANES) if c.run > 1 else 1
         self.runs = -(-rows // c.run)
-        blocks = -(-c.n_keys // c.block)
         c.union_cost = max(2, _UNION_COST // self.ratio) if 0 < self.ratio <= _DIRECT else 2
-        c.union_room = max(1, min(c.run * c.list_length // c.union_cost, blocks))
+        c.union_room = max(1, min(c.run * c.list_length // c.union_cost, -(-c.n_keys // c.block)))
         if c.run > 1 and self.places:
             lists_of_runs = c.batch * c.list_groups * self.runs
             c.point(union_entries=torch.empty(lists_of_runs * c.union_room, dtype=torch.int32))

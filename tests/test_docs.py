@@ -135,7 +135,8 @@ def test_readme_is_short_and_shows_how_to_start() -> None:
     assert {arguments[0] for arguments in ringtile_arguments(README)} == {"doctor", "show"}
     start = README.index("## Start from what you have")
     users = re.findall(r"^\*\*(.+?)\*\*", README[start : README.index("## Limits")], re.M)
-    assert users == ["A Hugging Face model.", "An encoder.", "A pattern of your own.", "Several ranks."]
+    sources = ["A Hugging Face model.", "An encoder.", "A model that was trained sparse."]
+    assert users == [*sources, "A pattern of your own.", "Several ranks."]
     assert README.index("## Limits") < README.index("## Install") < README.index("## Results")
 
 

@@ -235,7 +235,7 @@ READ = """\
 """
 
 TRAINED = """\
-## After {steps} steps of LoRA
+## After LoRA
 
 Rank 8 on the projections of queries, keys, values and outputs, one row of {context:,} tokens of Python's sources,
 manual, READMEs and docstrings per step, with the pattern. No text that judges was trained on. **dense** is the same
@@ -265,17 +265,16 @@ def page(record: dict[str, Any]) -> str:
         READ + textwrap.indent(filled(clock), "  ")[2:],
     ]
     if learned := [row for row in rows if row["lora"]]:
-        steps, context = learned[0]["lora"], learned[0]["context"]
-        of_steps = [x for x in DENSITIES if any(row["asked"] == x for row in learned)]
         names = [name for name in (DENSE, *FAMILIES) if any(row["pattern"] == name for row in learned)]
+        runs = sorted({(-row["asked"], row["lora"]) for row in learned if row["pattern"] != DENSE})
+        columns = [(x, steps) for x in DENSITIES for steps in (0, *(n for asked, n in runs if -asked == x))]
         table = []
         for name in names:
-            asked = [1.0] * len(of_steps) if name == DENSE else of_steps
-            before = [None if name == DENSE else averages(rows, pattern=name, lora=0, asked=x) for x in asked]
-            after = [averages(rows, pattern=name, lora=steps, asked=x) for x in asked]
-            table.append([f"`{name}`", *(_words(each) for pair in zip(before, after, strict=True) for each in pair)])
-        columns = [f"{x:.0%}, {when}" for x in of_steps for when in ("as it is", "trained")]
-        parts += [TRAINED.format(steps=steps, context=context), Table(["", *columns], table, 1)]
+            cells = [(1.0 if name == DENSE and steps else x, steps) for x, steps in columns]
+            found = [averages(rows, pattern=name, lora=steps, asked=x) for x, steps in cells]
+            table.append([f"`{name}`", *map(_words, found)])
+        heads = ["", *(f"{x:.0%}, {f'{steps} steps' if steps else 'as it is'}" for x, steps in columns)]
+        parts += [TRAINED.format(context=learned[0]["context"]), Table(heads, table, 1)]
     rules = [[f"`{row['pattern']}`", f"{row['density']:.3f}", f"`{row['rule']}`"] for row in rows if not row["lora"]]
     parts += ["## The rules", Table(["", "density", "rule"], rules, 1)]
     return markdown(parts)

@@ -15,10 +15,8 @@ import hypothesis
 import hypothesis.configuration
 import pytest
 import torch
-
-# Dynamo lists torch's functions as they are when it is imported: before a test replaces some.
-import torch._dynamo
 from torch import Tensor
+from torch._dynamo import trace_rules
 
 # Beside the caches of pytest, ruff and mypy, so that a run leaves nothing in the root.
 hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parents[1] / ".venv/cache/hypothesis")
@@ -117,6 +115,10 @@ def _poisoned_new_empty(self: Tensor, *size: Any, **kwargs: Any) -> Tensor:
 @pytest.fixture(autouse=True)
 def _poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill the uninitialised tensors that ringtile makes, with NaN or the largest integer, so that a read shows."""
+    # Dynamo lists torch's functions when it first compiles, and after a reset: then those below may stand for them.
+    if torch.empty not in trace_rules.get_torch_obj_rule_map():
+        trace_rules.clear_lru_cache()
+        trace_rules.get_torch_obj_rule_map()
     if "unpoisoned" not in request.keywords:
         for name in ("empty", "empty_like", "empty_strided"):
             monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))

@@ -230,8 +230,8 @@ READ = """\
   same density, see [Adaptive attention](adaptive.md).
 * **Random and dilated pairs do not replace it.** They take pairs from the window, and hit a needle as rarely.
 * **A short training gives back a part of a text, and nothing far.** After 100 steps of LoRA, patterns with the first
-  tokens keep 8 to 12 points more of it at each density, and those without 14 to 17. 200 steps
-  more give a window with sinks 2 points at 10%. [Train with a window](how-to/train-with-a-window.md) and
+  tokens keep 8 to 12 points more of it at each density, and those without 14 to 17. 200 steps more
+  give a window with sinks 2 points at 10%. [Train with a window](how-to/train-with-a-window.md) and
   [Finetune](how-to/finetune.md) say how.
 """
 
@@ -267,8 +267,8 @@ def page(record: dict[str, Any]) -> str:
     ]
     if learned := [row for row in rows if row["lora"]]:
         names = [name for name in (DENSE, *FAMILIES) if any(row["pattern"] == name for row in learned)]
-        runs = sorted({(-row["asked"], row["lora"]) for row in learned if row["pattern"] != DENSE})
-        columns = [(x, steps) for x in DENSITIES for steps in (0, *(n for asked, n in runs if -asked == x))]
+        steps_at = {x: sorted({row["lora"] for row in learned if row["asked"] == x}) for x in DENSITIES}
+        columns = [(x, steps) for x in DENSITIES for steps in (0, *steps_at[x])]
         table = []
         for name in names:
             cells = [(1.0 if name == DENSE and steps else x, steps) for x, steps in columns]

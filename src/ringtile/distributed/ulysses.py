@@ -195,9 +195,9 @@ def _by_dtype(name: str, xs: Tensors, kinds: str, number: int) -> list[Tensor]:
 
 def _fake(to_heads: bool, xs: Tensors, kinds: str, number: int) -> list[Tensor]:
     plan = by_number[number].plan
-    counts = {kind: runs[plan.me][1] - runs[plan.me][0] for kind, runs in plan.heads.items()}
-    counts = counts if to_heads else {"q": plan.num_heads, "k": plan.num_kv_heads}
-    n = plan.n_row if to_heads else plan.n_tokens
+    counts, n = {"q": plan.num_heads, "k": plan.num_kv_heads}, plan.n_tokens
+    if to_heads:
+        counts, n = {kind: runs[plan.me][1] - runs[plan.me][0] for kind, runs in plan.heads.items()}, plan.n_row
     return [x.new_empty(x.shape[0], counts[kind], n, x.shape[3]) for x, kind in zip(xs, kinds, strict=True)]
 
 

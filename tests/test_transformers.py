@@ -598,7 +598,7 @@ def test_a_longformer_refuses_what_it_cannot_compute() -> None:
     model = hf.LongformerModel(hf.LongformerConfig(**LONGFORMER))
     with pytest.raises(ValueError, match="pattern: longformer has its own"):
         use_ringtile(model, Window(3))
-    with pytest.raises(ValueError, match="output_attentions: ringtile does not support"):
+    with pytest.raises(ValueError, match="output_attentions: expected False for longformer"):
         use_ringtile(model)(torch.randint(3, 97, (1, 20)), output_attentions=True)
     with pytest.raises(ValueError, match=r"is_index_masked, .* got None"):
         model.encoder.layer[0].attention.self(torch.randn(1, 16, 64))
@@ -626,7 +626,7 @@ def test_a_big_bird_refuses_what_it_cannot_compute() -> None:
     model = hf.BigBirdModel(hf.BigBirdConfig(**BIG_BIRD))
     with pytest.raises(ValueError, match="pattern: big_bird has its own"):
         use_ringtile(model, Window(3))
-    with pytest.raises(ValueError, match="output_attentions: ringtile does not support"):
+    with pytest.raises(ValueError, match="output_attentions: expected False for big_bird"):
         use_ringtile(model)(torch.randint(3, 97, (1, 400)), output_attentions=True)
     with pytest.raises(ValueError, match="hidden_states: expected a multiple of 16 tokens with masks"):
         model.encoder.layer[0].attention.self(torch.randn(1, 25, 64))
@@ -736,15 +736,48 @@ def test_a_mask_keeps_its_pairs(keep: str) -> None:
     assert (kept.shape, kept.dtype, kept.dim(), kept.ndim) == ((2, 1, 150, 150), torch.bool, 4, 4)
 
 
-def test_a_bias_on_the_scores_and_weights_are_refused() -> None:
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "gpt-oss", "Mistral", "BERT", "BART"])
+def test_weights_are_those_of_eager(name: str) -> None:
+    inputs, mask = {"input_ids": torch.randint(3, 97, (3, TOKENS))}, padding("right")
+    first, second = both(name)
+    expected, found = (model(**inputs, attention_mask=mask.long(), output_attentions=True) for model in (first, second))
+    torch.testing.assert_close(found[0][mask], expected[0][mask], rtol=0, atol=TOLERANCE)
+    names = [key for key in expected if key.endswith("attentions")]
+    assert names
+    for key in names:
+        assert len(found[key]) == len(expected[key])
+        for weights, truth in zip(found[key], expected[key], strict=True):
+            assert weights.shape == truth.shape
+            assert ((weights - truth) * mask[:, None, :, None]).abs().max() <= TOLERANCE
+
+
+def test_weights_are_given_where_a_config_asks_and_drop_what_the_output_drops() -> None:
+    config = hf.LlamaConfig(**DECODER, output_attentions=True, attention_dropout=0.4)
+    model = use_ringtile(model_of(hf.LlamaModel, config, "eager")).train()
+    ids, seen = torch.randint(3, 97, (1, 40)), []
+    model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model.layers[0].self_attn.v_proj.register_forward_hook(lambda _, given, out: seen.append(out))
+    weights = model(ids).attentions[0]
+    value, out = seen
+    heads = config.num_attention_heads
+    values = value.unflatten(2, (config.num_key_value_heads, -1)).transpose(1, 2)
+    values = values.repeat_interleave(heads // config.num_key_value_heads, 1)
+    torch.testing.assert_close((weights @ values).transpose(1, 2).flatten(2), out, rtol=0, atol=TOLERANCE)
+    assert 0.3 < (weights[0, :, 30:, :30] == 0).float().mean() < 0.5
+    weights.square().sum().backward()
+    assert model.layers[0].self_attn.q_proj.weight.grad.abs().max() > 0
+    assert model(ids, output_attentions=False).attentions is None
+    with pytest.raises(ValueError, match="output_attentions: expected False for a layer with attend= or decode="):
+        use_ringtile(model, attend=lambda query, key, value, **options: query)(ids)
+
+
+def test_a_bias_on_the_scores_is_refused() -> None:
     model = hf.T5ForConditionalGeneration._from_config(hf.T5Config(**T5), attn_implementation="ringtile")
     with pytest.raises(ValueError, match=r"position_bias: ringtile does not support a bias|one that computes with it"):
         model(torch.randint(3, 97, (1, 20)), decoder_input_ids=torch.randint(3, 97, (1, 5)))
     model = model_of(*MODELS["Llama"](), "ringtile")
     with pytest.raises(ValueError, match="a bias on the scores is not supported"):
         model(torch.randint(3, 97, (1, 20)), attention_mask=torch.randn(1, 1, 20, 20))
-    with pytest.raises(ValueError, match="output_attentions: ringtile does not support attention weights"):
-        model(torch.randint(3, 97, (1, 20)), output_attentions=True)
 
 
 @pytest.mark.parametrize(

@@ -320,12 +320,29 @@ def test_a_model_is_one_graph(name: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize(
+    "name", ["T5", "w2v-BERT", "Parakeet", "BLOOM", "DeBERTa-v2", "WavLM", "MPNet", "Swin", "Swin v2"]
+)
+def test_weights_are_those_of_eager(name: str) -> None:
+    inputs, _ = inputs_of(name, "no")
+    with torch.no_grad():
+        first, second = (model(**inputs, output_attentions=True) for model in both(name))
+    torch.testing.assert_close(second[0], first[0], rtol=0, atol=1e-6 * float(first[0].abs().max()))
+    names = [key for key in first if key.endswith("attentions")]
+    assert names
+    assert [key for key in second if key.endswith("attentions")] == names
+    for key in names:
+        for expected, weights in zip(first[key], second[key], strict=True):
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", [name for name in [*BIASED, *WINDOWED] if name not in WITHOUT_A_MASK])
-def test_weights_and_other_functions_are_refused(name: str) -> None:
+def test_functions_of_yours_are_refused(name: str) -> None:
     inputs, _ = inputs_of(name, "no")
     model = both(name)[1]
-    with pytest.raises(ValueError, match="output_attentions: ringtile does not support attention weights"):
-        model(**inputs, output_attentions=True)
+    if name == "MPT":
+        with pytest.raises(ValueError, match="output_attentions: expected False for mpt in use_ringtile, got True"):
+            model(**inputs, output_attentions=True)
     message = "attend: expected a model without cross attention|expected a layer without softcap, sinks and bias"
     with pytest.raises(ValueError, match=message):
         use_ringtile(copy.deepcopy(model), attend=lambda query, key, value, **options: query)(**inputs)

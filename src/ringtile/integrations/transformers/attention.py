@@ -44,7 +44,6 @@ _REFUSED = {
     "cache": "a paged cache",
     "head_mask": "a mask of heads",
     "layer_head_mask": "a mask of heads",
-    "output_attentions": "attention weights as an output",
 }
 """Arguments of attention functions that change the result and that ringtile does not support."""
 
@@ -196,20 +195,24 @@ def attend(
     decode: LayerDecode = None,
     packed_rows: Pattern | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of one layer of a model, as transformers' interface asks for it.
 
     ``pattern`` says which of the pairs of the model's mask to keep: the mask that `pattern_mask` made, a bool or float
     mask of all pairs, or None. ``by`` computes the attention in place of `sparse_attention`, unless there is only one
     query and ``by`` has no ``steps``. ``decode`` chooses the tiles of one query. With ``packed_rows``, each document
-    keeps the pairs that it keeps alone. Returns the output ``[B, Nq, H, Dv]``, and None in place of the weights. Raises
-    ValueError if the model passes an argument or a mask that ringtile does not support.
+    keeps the pairs that it keeps alone. Returns the output ``[B, Nq, H, Dv]``, and the weights ``[B, H, Nq, Nk]`` with
+    ``output_attentions``, otherwise None. Raises ValueError if the model passes an argument or a mask that ringtile
+    does not support.
     """
     indices, blocks = options.pop("indices", None), options.pop("block_indices", None)
     bias_of = options.pop("position_bias") if callable(options.get("position_bias")) else None
+    weighs = options.pop("output_attentions", None)
+    if weighs is None:
+        weighs = getattr(getattr(module, "config", None), "output_attentions", False)
     # An argument that changes the result and is not read would be a silent error.
     check_arguments(options)
-    n_keys = key.shape[2]
+    n_keys, width = key.shape[2], value.shape[3]
     if query.shape[0] == 1 < key.shape[0]:
         # Eager attention broadcasts one row of queries, such as learned ones, to the batch.
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -237,6 +240,12 @@ def attend(
         kept = kept._replace(start=n_keys - 1)
     scores: dict[str, Any] = {} if bias_of is None else bias_of(query, key, kept.start)
     by_layer, choice = for_layer("attend", by, module), for_layer("decode", decode, module)
+    if weighs:
+        if by_layer is not None or choice is not None:
+            raise ValueError("output_attentions: expected False for a layer with attend= or decode=, got True")
+        # Attention is linear in the values, so an identity matrix returns the weights.
+        unit = torch.eye(n_keys, dtype=value.dtype, device=value.device).expand(*value.shape[:2], -1, -1)
+        value = torch.cat([value, unit], 3)
     if by_layer is not None and (query.shape[2] > 1 or getattr(by_layer, "steps", False)):
         out = _adapted(by_layer, query, key, value, kept, scores, softmax)
     elif query.shape[2] == 1 and choice is not None:
@@ -247,7 +256,7 @@ def attend(
         in_graph = kept.pattern.text is not None or not torch.compiler.is_compiling()
         compute: Any = sparse_attention if in_graph else _outside_graphs
         out = compute(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **softmax, **scores)
-    return out.transpose(1, 2).contiguous(), None
+    return out[..., :width].transpose(1, 2).contiguous(), out[..., width:] if weighs else None
 
 
 def softmax_of(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from ringtile.integrations.transformers.by_hand import heads_of
 from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, is_streamed, pattern_mask
 from ringtile.patterns import Pattern, Segments, from_mask
 
+_Result = tuple[Tensor, Tensor | None]
+
 
 def _as_written(name: str, compute: Callable[..., Any], module: nn.Module, *given: Any, **named: Any) -> Any:
     """Call a method of a module that `use_ringtile` replaced, or its own after a switch to another attention."""
@@ -48,13 +50,13 @@ def _relative(module: Any, past: int | Tensor, query: Tensor, key: Tensor, start
 
 def _attend(
     module: Any, heads: Sequence[Tensor], mask: Tensor | None, scale: float, dropout: float, scores: Any, options: Any
-) -> Tensor:
-    """Compute attention by the function that `use_ringtile` registers. Returns ``[B, N, H * D]``."""
+) -> _Result:
+    """Compute attention by the function of `use_ringtile`. Returns ``[B, N, H * D]``, and weights or None."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     how = {"dropout": dropout if module.training else 0.0, "scaling": scale, "position_bias": scores, **options}
-    out: Tensor = ALL_ATTENTION_FUNCTIONS[CHOSEN](module, *heads, mask, **how)[0]
-    return out.flatten(2)
+    out, weights = ALL_ATTENTION_FUNCTIONS[CHOSEN](module, *heads, mask, **how)
+    return out.flatten(2), weights
 
 
 def _biased(bias: Bias | tuple[Bias, ...]) -> Callable[..., Any]:
@@ -63,7 +65,7 @@ def _biased(bias: Bias | tuple[Bias, ...]) -> Callable[..., Any]:
 
 def _attend_wav2vec2(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
-) -> tuple[Tensor, None]:
+) -> _Result:
     """Return the output of the attention of wav2vec2-conformer, w2v-BERT and SeamlessM4T."""
     projections = module.linear_q, module.linear_k, module.linear_v
     query, key, value = heads_of(hidden_states, module.head_size, *projections)
@@ -76,8 +78,9 @@ def _attend_wav2vec2(
         table = module.distance_embedding.weight.to(query.dtype)
         bias = ByQuery(query, table.unsqueeze(0), module.left_max_position_embeddings)
     heads = query, key, value
-    out = _attend(module, heads, attention_mask, module.scaling, module.dropout.p, _biased(bias), options)
-    return module.linear_out(out), None
+    scale, dropout = module.scaling, module.dropout.p
+    out, weights = _attend(module, heads, attention_mask, scale, dropout, _biased(bias), options)
+    return module.linear_out(out), weights
 
 
 class _Frames(Tensor):
@@ -116,7 +119,7 @@ def _mask(real: Tensor | None, x: Tensor, rule: Pattern | None = None) -> Tensor
 
 def _attend_parakeet(
     module: Any, hidden_states: Tensor, position_embeddings: Tensor, attention_mask: Any = None, **options: Any
-) -> tuple[Tensor, None]:
+) -> _Result:
     if module.training and getattr(module.config, "dropout_positions", 0.0):
         raise ValueError(f"dropout_positions: expected 0 in training, got {module.config.dropout_positions}")
     if attention_mask is None or isinstance(attention_mask, _Frames):
@@ -125,18 +128,20 @@ def _attend_parakeet(
     (table,) = heads_of(position_embeddings[0], module.head_dim, module.relative_k_proj)
     bias = ByQuery(query + module.bias_v[:, None], table, query.shape[2] - 1)
     heads, dropout = (query + module.bias_u[:, None], key, value), module.attention_dropout
-    return module.o_proj(_attend(module, heads, attention_mask, module.scaling, dropout, _biased(bias), options)), None
+    out, weights = _attend(module, heads, attention_mask, module.scaling, dropout, _biased(bias), options)
+    return module.o_proj(out), weights
 
 
 def _attend_granite5(
     module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None, **options: Any
-) -> tuple[Tensor, None]:
+) -> _Result:
     query, key, value = heads_of(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     # They count distances from the key to the query.
     bias = ByQuery(query, module.rel_pos_emb.weight.flip(0).unsqueeze(0), module.rel_pos_emb.num_embeddings // 2)
     mask = _mask(attention_mask, hidden_states, Segments(module.context_size))
     heads, dropout = (query, key, value), module.attention_dropout
-    return module.o_proj(_attend(module, heads, mask, module.scaling, dropout, _biased(bias), options)), None
+    out, weights = _attend(module, heads, mask, module.scaling, dropout, _biased(bias), options)
+    return module.o_proj(out), weights
 
 
 def _attend_granite(module: Any, hidden_states: Tensor, attention_dists: Any) -> Tensor:
@@ -145,13 +150,13 @@ def _attend_granite(module: Any, hidden_states: Tensor, attention_dists: Any) ->
     key, value = heads_of(hidden_states, module.dim_head, module.to_kv)[0].chunk(2, 1)
     bias = ByQuery(query, module.rel_pos_emb.weight.flip(0).unsqueeze(0), module.max_pos_emb)
     mask = _mask(None, hidden_states, Segments(module.context_size))
-    out: Tensor = module.to_out(_attend(module, (query, key, value), mask, module.scale, 0.0, _biased(bias), {}))
-    return module.dropout(out)  # type: ignore[no-any-return]
+    out, _ = _attend(module, (query, key, value), mask, module.scale, 0.0, _biased(bias), {})
+    return module.dropout(module.to_out(out))  # type: ignore[no-any-return]
 
 
 def _without_weights(module: Any, *given: Any, output_attentions: bool = False, **named: Any) -> Any:
     if output_attentions:
-        raise ValueError("output_attentions: ringtile does not support attention weights as an output")
+        raise ValueError(f"output_attentions: expected False for {module.config.model_type} in use_ringtile, got True")
     return type(module).forward(module, *given, **named)
 
 
@@ -170,7 +175,7 @@ def _attend_bloom(
     attention_mask: Any,
     layer_past: Any = None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> _Result:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
 
     if module.pretraining_tp > 1 and module.slow_but_exact:
@@ -189,8 +194,9 @@ def _attend_bloom(
         elif not begins_once:
             raise ValueError(message)
     heads, dropout = (query, key, value), module.attention_dropout.p
-    out = module.dense(_attend(module, heads, attention_mask, module.inv_norm_factor, dropout, scores, {}))
-    return dropout_add(out, residual, module.hidden_dropout, module.training), None
+    asked = {"output_attentions": options["output_attentions"]}
+    out, weights = _attend(module, heads, attention_mask, module.inv_norm_factor, dropout, scores, asked)
+    return dropout_add(module.dense(out), residual, module.hidden_dropout, module.training), weights
 
 
 def _attend_mpt(
@@ -212,7 +218,7 @@ def _attend_mpt(
     # The last of them is 0.
     scores = _by_slopes(-position_bias[:, 0, -2], attention_mask)
     heads, scale, dropout = (query, key, value), module.softmax_scale, module.attn_dropout_p
-    return module.out_proj(_attend(module, heads, attention_mask, scale, dropout, scores, {})), None
+    return module.out_proj(_attend(module, heads, attention_mask, scale, dropout, scores, {})[0]), None
 
 
 def _mask_deberta(encoder: Any, mask: Tensor) -> Tensor:
@@ -233,8 +239,14 @@ def _scale_deberta(head_dim: int, kinds: int) -> float:
 
 
 def _attend_deberta(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor, *_: Any, rel_embeddings: Any = None, **options: Any
-) -> tuple[Tensor, None]:
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor,
+    output_attentions: bool = False,
+    *,
+    rel_embeddings: Any = None,
+    **options: Any,
+) -> _Result:
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
     head_dim, tokens = module.attention_head_size, hidden_states.shape[1]
@@ -252,7 +264,8 @@ def _attend_deberta(
                 table = heads_of(vectors, head_dim, project)[0].index_select(1, place)
                 biases.append((ByQuery if kind == "c2p" else ByKey)(of, table, tokens - 1))
     scores, scale = _biased(tuple(biases)) if biases else None, _scale_deberta(head_dim, len(kinds))
-    return _attend(module, (query, key, value), attention_mask, scale, module.dropout.p, scores, {}), None
+    asked, dropout = {"output_attentions": output_attentions}, module.dropout.p
+    return _attend(module, (query, key, value), attention_mask, scale, dropout, scores, asked)
 
 
 def _attend_wavlm(module: Any, hidden_states: Tensor, attention_mask: Any, position_bias: Any, **options: Any) -> Any:
@@ -266,8 +279,10 @@ def _attend_wavlm(module: Any, hidden_states: Tensor, attention_mask: Any, posit
     # A gate multiplies the numbers of a query, as vectors of one number do.
     scores = _biased(ByQuery(gate / module.scaling, of.table.unsqueeze(-1), of.offset))
     mask = _mask(attention_mask, hidden_states)
-    out = _attend(module, (query, key, value), mask, module.scaling, module.dropout, scores, options)
-    return module.out_proj(out), None, weight
+    out, weights = _attend(module, (query, key, value), mask, module.scaling, module.dropout, scores, options)
+    # transformers returns the mean of the heads for each.
+    weights = None if weights is None else weights.mean(1, keepdim=True).expand_as(weights)
+    return module.out_proj(out), weights, weight
 
 
 def _bias_mpnet(encoder: Any, x: Tensor, *given: Any) -> Callable[..., Any]:
@@ -276,12 +291,12 @@ def _bias_mpnet(encoder: Any, x: Tensor, *given: Any) -> Callable[..., Any]:
     return _biased(Relative.t5(encoder.relative_attention_bias.weight[:32], n, n, bidirectional=True))
 
 
-def _attend_mpnet(module: Any, x: Tensor, mask: Tensor, scores: Any, output_attentions: bool = False) -> tuple[Tensor]:
+def _attend_mpnet(module: Any, x: Tensor, mask: Tensor, scores: Any, output_attentions: bool = False) -> _Result:
     options = {"output_attentions": output_attentions, "is_causal": False}
     heads = heads_of(x, module.attention_head_size, module.q, module.k, module.v)
-    return (
-        module.o(_attend(module, heads, mask, module.attention_head_size**-0.5, module.dropout.p, scores, options)),
-    )
+    scale, dropout = module.attention_head_size**-0.5, module.dropout.p
+    out, weights = _attend(module, heads, mask, scale, dropout, scores, options)
+    return module.o(out), weights
 
 
 @torch.compiler.disable(reason="masks of shifted windows need an index that is built outside graphs")  # type: ignore[untyped-decorator]
@@ -308,8 +323,8 @@ def _attend_swin(module: Any, x: Tensor, mask: Any = None, output_attentions: bo
     mask = _mask(None, x, None if mask is None else _shifted(mask, len(query)))
     options["output_attentions"] = output_attentions
     dropout = module.attention_dropout if is_new else module.dropout.p
-    out = _attend(module, (query, key, value), mask, scale, dropout, _biased(bias), options)
-    return (module.o_proj(out), None) if is_new else (out,)
+    out, weights = _attend(module, (query, key, value), mask, scale, dropout, _biased(bias), options)
+    return (module.o_proj(out), weights) if is_new else (out, weights)
 
 
 _T5 = "T5 MT5 UMT5 LongT5 SwitchTransformers Pop2Piano Pix2StructText".split()
@@ -327,7 +342,7 @@ _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
     "MPNetEncoder": {"compute_position_bias": _bias_mpnet},
     "MPNetSelfAttention": {"forward": _attend_mpnet},
     **{f"{family}Attention": {"forward": _attend_swin} for family in _SWIN},
-    **{block: {"forward": _without_weights} for block in ("BloomBlock", "MptBlock", "DebertaV2Layer")},
+    "MptBlock": {"forward": _without_weights},
     "BloomAttention": {"forward": _attend_bloom},
     "MptAttention": {"forward": _attend_mpt},
     "DebertaV2Encoder": {"get_attention_mask": _mask_deberta, "get_rel_pos": _positions_deberta},

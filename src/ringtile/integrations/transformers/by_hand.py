@@ -29,7 +29,7 @@ def _attend_longformer(
 ) -> tuple[Tensor]:
     """Return the output ``[B, N, E]`` of a ``LongformerSelfAttention``, in a tuple (arXiv:2004.05150)."""
     if output_attentions:
-        raise ValueError("output_attentions: ringtile does not support attention weights as an output")
+        raise ValueError("output_attentions: expected False for longformer in use_ringtile, got True")
     if is_index_masked is None or is_index_global_attn is None:
         raise ValueError("is_index_masked, is_index_global_attn: expected bool [B, N], got None")
     how: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
@@ -68,7 +68,7 @@ def _attend_big_bird(
 ) -> tuple[Tensor, None]:
     """Return the output ``[B, N, E]`` of a ``BigBirdBlockSparseAttention``, and None (arXiv:2007.14062)."""
     if options.get("output_attentions"):
-        raise ValueError("output_attentions: ringtile does not support attention weights as an output")
+        raise ValueError("output_attentions: expected False for big_bird in use_ringtile, got True")
     batch, tokens, _ = hidden_states.shape
     if tokens % self.block_size or to_mask is None or from_mask is None:
         raise ValueError(

@@ -233,7 +233,7 @@ class _Chosen:
 
 def _attend_chosen(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     chosen = getattr(module, KEPT, None)
     if chosen is None:
         raise ValueError(

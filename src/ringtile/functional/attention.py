@@ -321,8 +321,9 @@ def _attend(
         query, key, value = checked_tensors(query, key, value, enable_gqa)
     n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
     check_options(query, key, backend=backend, **options)
-    by_rule = bias is None and options["alibi_slopes"] is None
-    if isinstance(pattern, Neighborhood) and not is_causal and start is None and by_rule:
+    # Biases, ALiBi and dropout count positions. The reference moves nothing, so that it can judge the move.
+    by_rule = bias is None and options["alibi_slopes"] is None and not options["dropout_p"]
+    if isinstance(pattern, Neighborhood) and not is_causal and start is None and by_rule and backend != "reference":
         tiled = pattern.in_tiles
         if tiled.tile != pattern.tile and query.shape[2] == n_keys == math.prod(pattern.size):
             more: Any = {"enable_gqa": enable_gqa, "backend": backend, **options}
@@ -369,8 +370,13 @@ def _attend_in_tiles(*tensors: Tensor, pattern: Neighborhood, sinks: Any, **opti
     """Move tokens to the order of compact tiles, compute attention there without sinks, and move the results back."""
     # Dynamo calls no method of a pattern that a function gave it as a constant.
     order = token_order(pattern.size, pattern.dilation, pattern.tile).to(tensors[0].device)
-    if options["key_mask"] is not None:
-        options["key_mask"] = options["key_mask"].index_select(1, order)
+    mask, lengths = options["key_mask"], options.pop("key_lengths")
+    if mask is not None:
+        mask = mask.index_select(1, order)
+    if lengths is not None:
+        inside = order < lengths.unsqueeze(1)
+        mask = inside if mask is None else mask & inside
+    options["key_mask"] = mask
     q, k, v = (x.index_select(2, order) for x in tensors)
     found = sparse_attention(q, k, v, pattern, return_lse=True, **options)
     back = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))

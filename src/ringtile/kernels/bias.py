@@ -96,6 +96,8 @@ def _row_pieces(index: BlockIndex, most: int) -> list[_Piece]:
         # More rows meet more distances, each of which is computed for all of them.
         while end < index.n_rows and end - begin < most:
             first, last, end = min(first, low[end]), max(last, high[end]), end + 1
+        # A word of a key mask has the bits of 32 keys.
+        first -= first % max(32 // block, 1)
         if first < last:
             place = (index.first_row + begin) * block - index.start
             rows = slice(max(place, 0), min(place + (end - begin) * block, index.n_queries))

@@ -33,7 +33,7 @@ def pack_words(mask: Tensor) -> Tensor:
 def unpack_words(words: Tensor, size: int) -> Tensor:
     """Unpack int32 words ``[..., w]`` into bool ``[..., size]``."""
     # Flat, because a last dimension of one word may have any stride.
-    octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    octets = words.reshape(-1).contiguous().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=words.device)
     return ((octets[..., None] & places) != 0).flatten(-2)[..., :size]
 

@@ -30,7 +30,8 @@ class Neighborhood(Pattern):
     near a border moves inward and stays full. Token ``(y, x)`` of a grid ``(h, w)`` is number ``y * w + x``.
 
     ``sparse_attention`` of all tokens of a grid computes it in the order of compact tiles, which needs fewer products:
-    it moves tokens there and back. Pass ``tile=`` if your tokens are in this order already, see `order`.
+    it moves tokens there and back. With dropout, a bias or ALiBi, which count positions, tokens stay in rows. Pass
+    ``tile=`` if your tokens are in this order already, see `order`.
 
     Args:
         size: Tokens of each axis, one to three axes.

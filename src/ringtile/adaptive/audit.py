@@ -133,7 +133,7 @@ def audit(
     if isinstance(reference, BlockIndex) and (reference.grid != index.grid or reference.device != index.device):
         raise ValueError(f"reference: expected the lengths, block and device of {index!r}, got {reference!r}")
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(n_queries, generator=generator)[:rows].sort().values.to(query.device)
+    drawn = torch.randperm(n_queries, generator=generator, device="cpu")[:rows].sort().values.to(query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # Rows that do not see such a value keep their figures, and those that do get NaN below.
@@ -178,7 +178,7 @@ def _pairs(index: BlockIndex, reference: BlockIndex | Pattern | None, queries: T
 def _interval(count: Tensor, total: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
     """Return the exact confidence intervals of probabilities, from ``count`` of ``total`` draws, both float64."""
     most, draws = count.unsqueeze(-1), total.unsqueeze(-1)
-    number = torch.arange(int(total.max()) + 1, dtype=torch.float64)
+    number = torch.arange(int(total.max()) + 1, dtype=torch.float64, device=total.device)
     # A head with fewer draws than another has no ways to more of them: the logarithm is minus infinity there.
     ways = (draws + 1).lgamma() - (number + 1).lgamma() - (draws - number + 1).lgamma()
 

@@ -161,7 +161,7 @@ class Threshold(Budget):
         return kept_above(self._lowest(scores, allowed, forced), scores, allowed, forced)
 
     def _lowest(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-        return torch.tensor(self._each, device=scores.device).unsqueeze(1)
+        return torch.tensor(self._each, dtype=torch.float32, device=scores.device).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Gain(Threshold):
         if scores.device.type != "cpu" or not scores.numel():
             return self._of_rows(least, scores, allowed, forced)
         # Runs of rows have the columns up to the last one that they may keep: half of a causal index.
-        columns = torch.arange(1, scores.shape[3] + 1)
+        columns = torch.arange(1, scores.shape[3] + 1, device="cpu")
         runs = [slice(first, first + _RUN) for first in range(0, rows, _RUN)]
         ends = [max(1, int((allowed[:, :, run].flatten(0, 2).any(0) * columns).max())) for run in runs]
         parts = ((x[..., run, :end] for x in (scores, allowed, forced)) for run, end in zip(runs, ends, strict=True))

@@ -82,7 +82,7 @@ def head_facts(
         raise ValueError(f"rows: expected numbers of queries below {base.n_queries}, got {rows!r}")
     if scores.per_token:
         raise ValueError(f"scores: expected scores of tiles, got {scores!r}, which are per token")
-    share = torch.ones(len(rows), dtype=torch.float64) if weights is None else weights.double()
+    share = torch.ones_like(rows, dtype=torch.float64) if weights is None else weights.double()
     share = (share / share.sum()).to(query.device)
     batch, heads = query.shape[:2]
     forced, found = forced_tiles(base, first, local), scores(view)

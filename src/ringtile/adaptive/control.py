@@ -120,7 +120,9 @@ class Controller:
         # A call that is made again, as by a checkpoint, must choose the same tiles.
         self._calls += self.mode != "call"
         # The rows are uniform and without replacement, which the bound of the target assumes.
-        row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(base.device)
+        row = (
+            torch.randperm(base.n_queries, generator=generator, device="cpu")[: self.rows].sort().values.to(base.device)
+        )
         masses = view.exact_masses(row.unsqueeze(1)).double()
         of_map = row if scores.shape[2] == base.n_queries else base.row_of(row)
         allowed, forced = allowed[:, :, of_map], forced[of_map]

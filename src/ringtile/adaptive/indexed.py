@@ -88,11 +88,13 @@ class IndexedAttention(nn.Module):
         self._loss: Tensor | None = None
         self._measured: tuple[Tensor, Tensor] | None = None
         shared = num_heads // num_kv_heads
-        maps = nn.init.orthogonal_(torch.empty(head_dim, dim, device=device)).repeat(num_kv_heads, 1, 1)
+        # Drawn in float32: PyTorch has no orthogonal matrices in low precision.
+        maps = nn.init.orthogonal_(torch.empty(head_dim, dim, dtype=torch.float32, device=device))
+        maps = maps.to(torch.get_default_dtype()).repeat(num_kv_heads, 1, 1)
         self.of_query = nn.Parameter(maps.repeat(1, shared, 1) * (head_dim**-0.5 / shared))
         self.of_key = nn.Parameter(maps)
-        self.query_bias = nn.Parameter(torch.zeros(num_kv_heads, 1, dim, device=device))
-        self.register_buffer("started", torch.tensor(False, device=device))
+        self.query_bias = nn.Parameter(maps.new_zeros(num_kv_heads, 1, dim))
+        self.register_buffer("started", maps.new_zeros((), dtype=torch.bool))
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_dim}, {self.keys}, num_kv_heads={self.num_kv_heads}"
@@ -113,7 +115,7 @@ class IndexedAttention(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return the numbers of keys, for a ``state_dict``."""
-        return torch.tensor(self.keys, device="cpu")
+        return torch.tensor(self.keys, dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Set the numbers of keys."""
@@ -310,10 +312,10 @@ def share_keys(attends: Iterable[IndexedAttention], keys: int, run: Callable[[],
     if type(keys) is not int or keys < least:
         raise ValueError(f"keys: expected more than first + local, at least {least}, got {keys!r}")
     counts = sorted({max(least, round(keys * 2 ** (i / 4))) for i in range(-12, 9)})
-    found = [torch.zeros(each.num_kv_heads + 2, len(counts), dtype=torch.float64) for each in modules]
+    found = [torch.zeros(each.num_kv_heads + 2, len(counts), dtype=torch.float64, device="cpu") for each in modules]
     try:
         for each, sums in zip(modules, found, strict=True):
-            each._measured = torch.tensor(counts, device=each.of_key.device), sums
+            each._measured = each.of_key.new_tensor(counts, dtype=torch.int64), sums
         with torch.no_grad():
             run()
     finally:
@@ -325,7 +327,7 @@ def share_keys(attends: Iterable[IndexedAttention], keys: int, run: Callable[[],
     means = [sums / sums[-1] for sums in found]
     roots = torch.cat([each[:-2] for each in means]).sqrt()
     pairs = torch.cat([each[-2].expand(len(each) - 2, -1) for each in means])
-    level = torch.zeros(len(pairs), 1, dtype=torch.int64)
+    level = pairs.new_zeros(len(pairs), 1, dtype=torch.int64)
     left = (pairs[:, counts.index(keys)] - pairs[:, 0]).sum()
     while True:
         # The step that gains the most per pair, however far it leads, of those that fit.

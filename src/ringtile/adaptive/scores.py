@@ -173,7 +173,7 @@ class Antidiagonal(Scores):
         block, side = base.block, self.stride
         if block % side:
             raise ValueError(f"stride: expected a divisor of {block=}, got {side}")
-        counts = torch.ones(len(key), key.shape[2], device=key.device) if key_mask is None else key_mask.float()
+        counts = key.new_ones(len(key), key.shape[2], dtype=torch.float32) if key_mask is None else key_mask.float()
         key = key.float().masked_fill(counts[:, None, :, None] == 0, 0)
         padding = base.n_cols * block - key.shape[2]
         # A square of side 4 sums q[0] k[3] + q[1] k[2] + q[2] k[1] + q[3] k[0]: one product of 4 D coordinates, with

@@ -135,7 +135,7 @@ class View:
         """The key mask as a bias, float32 ``[B, 1, Nk]``."""
         if self.key_mask is None:
             return None
-        zeros = torch.zeros(self.key_mask.shape, device=self.key.device)
+        zeros = torch.zeros_like(self.key_mask, dtype=torch.float32)
         return zeros.masked_fill(~self.key_mask, -math.inf).unsqueeze(1)
 
     def exact_weights(self, rows: Tensor, low: int = 0, high: int | None = None) -> Tensor:
@@ -192,7 +192,7 @@ def summaries(key: Tensor, block: int, key_mask: Tensor | None = None) -> Summar
         parts = parts[: 1 + cols - full]
         mean = torch.cat([part.sum(3, dtype=torch.float32) / part.shape[3] for part in parts], 2)
         low, high = (torch.cat([best(part, 3) for part in parts], 2).float() for best in (torch.amin, torch.amax))
-        counts = torch.full((batch, cols), float(block), device=key.device)
+        counts = mean.new_full((batch, cols), block)
         counts[:, full:] = n_keys - full * block
         return Summaries(mean, low, high, counts.log().unsqueeze(1))
     whole = F.pad(key_mask, (0, cols * block - n_keys)).view(batch, 1, cols, block, 1)

@@ -58,13 +58,13 @@ class Piece:
 
     def rows(self, n_tokens: int) -> Tensor:
         """Return the number ``head * n_tokens + token`` of each query, one segment after another, int64."""
-        heads = torch.tensor(self.heads, device=self.bases.device)
+        heads = self.bases.new_tensor(self.heads)
         first = self.first * self.dilation
         return _numbers(self.bases, heads * n_tokens, heads % self.dilation + first, self.n_queries, self.dilation)
 
     def keys(self, n_tokens: int, plan: "BranchPlan") -> Tensor:
         """Return the number of each key among the rank's own items, of ``n_tokens`` per head, or its buffer's place."""
-        head, offset = torch.tensor(self.key_heads, device=self.bases.device).unbind(1)
+        head, offset = self.bases.new_tensor(self.key_heads).unbind(1)
         if self.is_local:
             return _numbers(self.bases, head * n_tokens, offset, self.n_keys, self.dilation)
         head = head * plan.layout.n_tokens
@@ -155,14 +155,14 @@ def _cells(runs: _Runs, shape: Shape, n_tokens: int, n_offsets: int, rank: int) 
     length, dilation, is_trimmed = shape
     # Run i meets count[i] segments: repeat it so often, and number its segments from the one that it begins in.
     count = (runs.end - 1) // length - runs.begin // length + 1
-    run = torch.arange(len(count)).repeat_interleave(count)
+    run = torch.repeat_interleave(count)
     begin, end, owner, place = (x[run] for x in runs)
-    segment = begin // length + torch.arange(len(run)) - (count.cumsum(0) - count)[run]
+    segment = begin // length + torch.arange(len(run), device="cpu") - (count.cumsum(0) - count)[run]
     origin = segment * length
     # A segment that lies inside a run of another rank is of no interest to this one.
     kept = (owner == rank) | (begin > origin) | (end < (origin + length).clamp(max=n_tokens))
     begin, end, owner, place, segment, origin = (x[kept] for x in (begin, end, owner, place, segment, origin))
-    offsets = torch.arange(n_offsets)
+    offsets = torch.arange(n_offsets, device="cpu")
 
     def places_before(position: Tensor) -> Tensor:
         # Tokens origin + offset + dilation * place below the position: with offset 1 and dilation 3, below 5 there are
@@ -190,7 +190,11 @@ def make_branch_plan(
 ) -> BranchPlan:
     """Plan one rank's part of LongNet, cached. ``by_offset``: problems have heads of one offset, as key masks need."""
     every = sorted((*run, owner, place) for owner, held in enumerate(layout.runs) for run, place in with_starts(held))
-    runs, n_tokens, size = _Runs(*torch.tensor(every).T.contiguous()), layout.n_tokens, layout.size(rank)
+    runs, n_tokens, size = (
+        _Runs(*torch.tensor(every, dtype=torch.int64, device="cpu").T.contiguous()),
+        layout.n_tokens,
+        layout.size(rank),
+    )
     n_offsets = [min(shape.dilation, shape.length, num_heads) for shape in shapes]
     _check_cells(runs, shapes, n_offsets)
     readers = [_readers(*each, num_heads, num_kv_heads) for each in zip(shapes, n_offsets, strict=True)]
@@ -214,7 +218,7 @@ def make_branch_plan(
     head, position = items[is_own] // n_tokens, items[is_own] % n_tokens
     run = torch.searchsorted(runs.begin, position, right=True) - 1
     own = head * size + runs.place[run] + position - runs.begin[run]
-    nothing = torch.empty(0, dtype=places.dtype)
+    nothing = places.new_empty(0)
     sent = [nothing] * layout.n_ranks
     for other, marked in needed_there.items():
         sent[other] = _of_heads([kept.nonzero().flatten() for kept in marked.T], kind_of, size).to(places.dtype)
@@ -234,16 +238,18 @@ def _in_buffer(
     Items ascend by head and position, so those of a head and a run follow each other. With two heads of 10 tokens, the
     own tokens 5 to 9 and the items [3, 7, 13, 17], the own items 7 and 17 come first: the places are [2, 0, 3, 1].
     """
-    begins = torch.searchsorted(items, (torch.arange(num_kv_heads).unsqueeze(1) * n_tokens + runs.begin).flatten())
-    counts = begins.diff(append=torch.tensor([len(items)]))
+    begins = torch.searchsorted(
+        items, (torch.arange(num_kv_heads, device="cpu").unsqueeze(1) * n_tokens + runs.begin).flatten()
+    )
+    counts = begins.diff(append=begins.new_tensor([len(items)]))
     owner = torch.where(runs.rank == rank, -1, runs.rank).repeat(num_kv_heads)
     order = owner.argsort(stable=True)
     starts = torch.empty_like(begins)
     starts[order] = counts[order].cumsum(0) - counts[order]
     # A plan has a place per item that travels: half of its memory if they fit into 32 bits.
     short = torch.int32 if num_kv_heads * n_tokens < 2**31 else torch.int64
-    places = torch.arange(len(items), dtype=short) + (starts - begins).to(short).repeat_interleave(counts)
-    tokens = torch.zeros(n_ranks + 1, dtype=torch.int64).index_add_(0, owner + 1, counts)
+    places = torch.arange(len(items), dtype=short, device="cpu") + (starts - begins).to(short).repeat_interleave(counts)
+    tokens = counts.new_zeros(n_ranks + 1).index_add_(0, owner + 1, counts)
     return places, list(pairwise([0, *tokens.cumsum(0).tolist()]))
 
 
@@ -260,8 +266,8 @@ def _check_cells(runs: _Runs, shapes: Sequence[Shape], n_offsets: Sequence[int])
 
 def _readers(shape: Shape, n_offsets: int, num_heads: int, num_kv_heads: int) -> Tensor:
     """Return which key heads have query heads of which offset, bool ``[Hkv, offsets]``."""
-    head = torch.arange(num_heads)
-    found = torch.zeros(num_kv_heads, shape.dilation, dtype=torch.bool)
+    head = torch.arange(num_heads, device="cpu")
+    found = head.new_zeros(num_kv_heads, shape.dilation, dtype=torch.bool)
     found[head // (num_heads // num_kv_heads), head % shape.dilation] = True
     return found[:, :n_offsets]
 
@@ -287,12 +293,12 @@ def _needs(mine: _Cells, shape: Shape, reads: Tensor) -> Iterator[tuple[slice, T
 def _needed_tokens(needed: Sequence[tuple[slice, Tensor]], n_kinds: int, num_kv_heads: int) -> list[Tensor]:
     """Return the tokens that each kind of key heads needs, ascending. Raise ValueError if they lie too far apart."""
     if not needed:
-        return [torch.empty(0, dtype=torch.int64)] * n_kinds
+        return [torch.empty(0, dtype=torch.int64, device="cpu")] * n_kinds
     first = min(positions.start for positions, _ in needed)
     width = max(positions.stop for positions, _ in needed) - first
     _check_bytes(width, num_kv_heads)
     # A mark per token, because branches need many tokens twice.
-    found = torch.zeros(n_kinds, width, dtype=torch.bool)
+    found = torch.zeros(n_kinds, width, dtype=torch.bool, device="cpu")
     for positions, kinds in needed:
         found[:, positions.start - first : positions.stop - first : positions.step] |= kinds.unsqueeze(1)
     return [kept.nonzero().flatten().add_(first) for kept in found]
@@ -317,8 +323,8 @@ def _add_needs_of_others(
     count, first = mine.n_queries[cell, offset], mine.first[cell, offset]
     _check_bytes(int(count.sum()), num_kv_heads)
     # The places of all tokens of the shared segments at the offsets that heads have.
-    which = torch.arange(len(cell)).repeat_interleave(count)
-    place = first[which] + torch.arange(len(which)) - (count.cumsum(0) - count)[which]
+    which = torch.repeat_interleave(count)
+    place = first[which] + torch.arange(len(which), device="cpu") - (count.cumsum(0) - count)[which]
     token = mine.base[cell][which] + offset[which] + place * shape.dilation
     of_segment = torch.searchsorted(segments, mine.segment[cell])[which]
     offset, kinds = offset[which], reads.T.contiguous()
@@ -330,11 +336,11 @@ def _add_needs_of_others(
     at = torch.searchsorted(segments, others.segment).unsqueeze(1).expand(-1, far[0].shape[1]).split(counts.tolist())
     for other, keys, theirs in zip(ranks.tolist(), far, at, strict=True):
         # Several runs of a rank can lie in one segment. The last one reads furthest.
-        bound = torch.zeros(len(segments), reads.shape[1], dtype=torch.int64)
+        bound = keys.new_zeros(len(segments), reads.shape[1])
         bound.scatter_reduce_(0, theirs, keys, "amax")
         read = (place < bound.flatten()[slot]).nonzero().flatten()
         if len(read):
-            marked = needed.setdefault(other, torch.zeros(size, len(kinds.T), dtype=torch.bool))
+            marked = needed.setdefault(other, kinds.new_zeros(size, len(kinds.T)))
             marked[token[read]] |= kinds[offset[read]]
 
 

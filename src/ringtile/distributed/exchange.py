@@ -288,7 +288,7 @@ def _start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tu
     for left in [left for left, (held, _) in list(_in_flight.items()) if held.expired()]:
         _in_flight.pop(left, None)
     received, works = by_number[number].start((k, v))
-    ticket = torch.tensor([next(_numbers)])
+    ticket = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
     _in_flight[int(ticket)] = StorageWeakRef(ticket.untyped_storage()), works
     return received, ticket
 
@@ -329,7 +329,7 @@ def _cast_bits(keep: Tensor, number: int) -> Tensor:
 
 
 def _fake_start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return k.new_empty(sum(by_number[number].sizes((k, v)))), torch.empty(1, dtype=torch.int64)
+    return k.new_empty(sum(by_number[number].sizes((k, v)))), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _fake_moved(k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:

@@ -160,13 +160,13 @@ class Layout:
         ((0, 0, 1, 2), (0, 1, 1, 1), (100, 28, 128, 44))
         """
         every = [(rank, begin, end) for rank, runs in enumerate(self.runs) for begin, end in runs]
-        rank, begin, end = torch.tensor(every).T
+        rank, begin, end = torch.tensor(every, dtype=torch.int64, device="cpu").T
         count = (end - 1) // block - begin // block + 1
         rank, begin, end, first = (
             x.repeat_interleave(count) for x in (rank, begin, end, begin // block - (count.cumsum(0) - count))
         )
         # Run (300, 700) has the tiles 2 to 5. If 3 tiles came before, `first` is 2 - 3, and its entries are 3 to 6.
-        tile = first + torch.arange(len(first))
+        tile = first + torch.arange(len(first), device="cpu")
         tokens = torch.minimum(end, (tile + 1) * block) - torch.maximum(begin, tile * block)
         return tile, rank, tokens
 

@@ -98,11 +98,11 @@ class Lockstep:
         sealed = repr((state.begun, "new" if is_new else (facts.digest, data)))
         digest = int.from_bytes(blake2b(sealed.encode(), digest_size=8).digest(), signed=True)
         # The largest ~x is the complement of the smallest x, so one maximum tells whether all digests are equal.
-        extremes = torch.tensor([digest, ~digest], device=device)
+        extremes = torch.tensor([digest, ~digest], dtype=torch.int64, device=device)
         wait(dist.all_reduce(extremes, dist.ReduceOp.MAX, group, async_op=True), group, data)
         ready = None
         if extremes.device.type != "cpu":
-            on_host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            on_host = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
             extremes = on_host.copy_(extremes, non_blocking=True)
             ready = torch.Event(device)
             ready.record()

@@ -153,8 +153,8 @@ class RingPlan:
         _, sent = count_sent(self.layout, self.needs, self.is_hot, self.block)
         # This rank's messages as it would send and receive them: a rank that expects other tokens than come reads
         # memory that no rank has written.
-        sent[self.rank], sent[:, self.rank] = torch.tensor(self.tokens_sent), torch.tensor(self.tokens_received)
-        for x in (words, torch.cat([sent, torch.tensor(self.tokens_hot).unsqueeze(0)])):
+        sent[self.rank], sent[:, self.rank] = sent.new_tensor(self.tokens_sent), sent.new_tensor(self.tokens_received)
+        for x in (words, torch.cat([sent, sent.new_tensor(self.tokens_hot).unsqueeze(0)])):
             digest.update(ctypes.string_at(x.data_ptr(), x.nbytes))
         return digest.hexdigest()[:16]
 
@@ -254,7 +254,7 @@ def _cut_pieces(
     pieces = []
     for (begin, end), at in with_starts(layout.runs[rank]):
         index = build_index(pattern, end - begin, layout.n_tokens, start=begin, **sizes)
-        index = index.remapped(torch.arange(index.n_rows), needs.nonzero().flatten())
+        index = index.remapped(torch.arange(index.n_rows, device="cpu"), needs.nonzero().flatten())
         pieces.append(Piece(at, at + end - begin, "all", index))
     return pieces, [needs, torch.zeros_like(needs)]
 
@@ -288,7 +288,7 @@ def find_demand(pattern: Pattern, layout: Layout, grid: TileGrid, **sizes: int) 
 def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
     """Return the demand of ranks that need these column tiles, bool ``[P, C]``, or all of them."""
     rows, parts, tokens = layout.tiles(grid.block)
-    holds = torch.zeros(layout.n_ranks, grid.n_cols, dtype=torch.bool)
+    holds = torch.zeros(layout.n_ranks, grid.n_cols, dtype=torch.bool, device="cpu")
     holds[parts, rows] = True
     # The matrices can have millions of elements, and the list of holders is short.
     holder, held = parts, rows
@@ -311,7 +311,7 @@ def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
     used = torch.bincount(held[needs[holder, held]], minlength=grid.n_cols)
     # A broadcast counts once, whatever number of ranks it reaches.
     times = ((asked + used)[rows] - needs[parts, rows].long()).where(~is_hot[rows], 1)
-    sent = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, parts, times * tokens)
+    sent = tokens.new_zeros(layout.n_ranks).index_add_(0, parts, times * tokens)
     # A tile that a rank holds a part of can lack the tokens of others.
     lacks = (asked > 0) | ((used > 0) & (n_holders > 1))
     return Demand(needs, holds, is_hot, int(sent.max()), bool((lacks & ~is_hot).any()))
@@ -325,13 +325,13 @@ def count_sent(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> tup
 def count_hot(layout: Layout, is_hot: Tensor, block: int) -> Tensor:
     """Return the tokens that each rank broadcasts, int64 ``[P]``."""
     tiles, ranks, tokens = layout.tiles(block)
-    return torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, ranks, tokens * is_hot[tiles])
+    return tokens.new_zeros(layout.n_ranks).index_add_(0, ranks, tokens * is_hot[tiles])
 
 
 def count_cold(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> Tensor:
     """Return the tokens of each rank that each row of ``needs`` ``[K, C]`` needs without broadcast, ``[P, K]``."""
     tiles, ranks, tokens = layout.tiles(block)
-    found = torch.zeros(layout.n_ranks, len(needs), dtype=torch.int64)
+    found = tokens.new_zeros(layout.n_ranks, len(needs))
     # In chunks: the matrix of all held tiles and all rows has too many elements.
     for some in (~is_hot[tiles]).nonzero().flatten().split(max(1, _ELEMENTS // len(needs))):
         found.index_add_(0, ranks[some], needs.T[tiles[some]] * tokens[some].unsqueeze(1))
@@ -357,11 +357,10 @@ def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piec
     # is slot 8.
     slot, col = (x.int() for x in index.slot_and_col(index.entries().number))
     row = slot.remainder_(max(index.n_rows, 1))
-    own_place = torch.full((index.n_cols,), -1)
-    own_place[index.rows.at.long()] = torch.arange(index.n_rows)
-    is_remote = own_place < 0
+    is_remote = torch.ones_like(is_hot)
+    is_remote[index.rows.at.long()] = False
     # 0 for rows that need own keys only, 1 if some are broadcast, 2 if others travel, too.
-    source = torch.zeros(index.n_rows, dtype=torch.uint8)
+    source = torch.zeros(index.n_rows, dtype=torch.uint8, device="cpu")
     source[row[is_remote[col]]] = 1
     source[row[(is_remote & ~is_hot)[col]]] = 2
     # Sources [0, 0, 1, 2, 2] are three pieces, between the bounds [0, 2, 3, 5]. If they are too many, rows with
@@ -382,7 +381,7 @@ def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piec
         if first == last:
             continue
         number = int(source[first])
-        mine = index.remapped(torch.arange(first, last), columns[number])
+        mine = index.remapped(torch.arange(first, last, device="cpu"), columns[number])
         begin = first * index.block
         pieces.append(Piece(begin, begin + mine.n_queries, _SOURCES[number], mine))
     return pieces, in_parts

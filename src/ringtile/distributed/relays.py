@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens, counts_of, intervals, overlaps, placed, with_starts
@@ -75,10 +74,10 @@ class Relays:
         digest = hashlib.sha256(f"{plan.fingerprint}, {per_node}".encode())
         crossing, handed = self.counts.crossing.clone(), self.counts.handed.clone()
         # This rank's messages as it would send and receive them: a rank that expects others than come would differ.
-        crossing[plan.rank] = torch.tensor(counts_of(self.crossing))
-        crossing[self.number :: per_node, self.node] = torch.tensor(counts_of(self.arriving))
-        handed[plan.rank] = torch.tensor(counts_of(self.handed))
-        handed[list(self.mates), self.number] = torch.tensor(counts_of(self.relayed))
+        crossing[plan.rank] = crossing.new_tensor(counts_of(self.crossing))
+        crossing[self.number :: per_node, self.node] = crossing.new_tensor(counts_of(self.arriving))
+        handed[plan.rank] = handed.new_tensor(counts_of(self.handed))
+        handed[list(self.mates), self.number] = handed.new_tensor(counts_of(self.relayed))
         for x in (crossing, handed):
             digest.update(ctypes.string_at(x.data_ptr(), x.nbytes))
         return digest.hexdigest()[:16]

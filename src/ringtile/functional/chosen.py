@@ -120,7 +120,9 @@ def _filtered(
     keep, inside = (tokens >= 0) & (tokens < n_keys), tokens.clamp(0, n_keys - 1)
     for rule in filters:
         kept = [
-            rule.batch_row(b).allowed(torch.tensor(lists[g], device=at.device), at.unsqueeze(1), inside[b, g])
+            rule.batch_row(b).allowed(
+                torch.tensor(lists[g], dtype=torch.int64, device=at.device), at.unsqueeze(1), inside[b, g]
+            )
             for b, g in product(range(tokens.shape[0]), range(len(lists)))
         ]
         keep = keep & torch.stack(kept).unflatten(0, (-1, len(lists)))

@@ -71,7 +71,7 @@ def numbered(call: Call, branch: int, heads: tuple[int, ...], batch: int, segmen
     step = (branch * _NEXT_SEED + 2**63) % 2**64 - 2**63
     return call._replace(
         seed=call.seed + step,
-        head_at=torch.tensor(heads, device=segments.device),
+        head_at=torch.tensor(heads, dtype=torch.int64, device=segments.device),
         batch_at=segment_numbers(torch.arange(batch, device=segments.device), segments),
     )
 
@@ -178,7 +178,7 @@ def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n
         return
     if (tuple(branches), heads) in _warned:
         return
-    tokens = torch.arange(max(start, 0), start + n_queries)
+    tokens = torch.arange(max(start, 0), start + n_queries, device="cpu")
     uncovered = {}
     for head in range(min(heads, math.lcm(*(rate for _, rate in branches)))):
         kept = [tokens % length % rate == head % rate for length, rate in branches]

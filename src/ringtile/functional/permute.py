@@ -164,4 +164,4 @@ class Strided(Places):
 
 
 def _on(numbers: list[int], x: Tensor) -> Tensor:
-    return torch.tensor(numbers, device=x.device)
+    return torch.tensor(numbers, dtype=torch.int64, device=x.device)

@@ -77,7 +77,7 @@ def from_score_mod(
     _check(traced)
     distance = torch.arange(1 - n_queries, n_keys, device=device)
     head = torch.arange(num_heads, device=device).unsqueeze(1)
-    score = torch.zeros(num_heads, len(distance), device=device)
+    score = torch.zeros(num_heads, len(distance), dtype=torch.float32, device=device)
     try:
         table = score_mod(score, zeros[1], head, (-distance).clamp(min=0), distance.clamp(min=0))
     except (IndexError, RuntimeError) as error:

@@ -121,7 +121,7 @@ class BlockIndex(TileIndex):
         if moved or rules not in ({Dense()}, {Causal()}) or self.kept_pairs != self.allowed_pairs:
             return None
         if rules == {Dense()}:
-            return torch.full((self.n_queries,), self.n_keys, device=self.device)
+            return torch.full((self.n_queries,), self.n_keys, dtype=torch.int64, device=self.device)
         return (self.start + 1 + torch.arange(self.n_queries, device=self.device)).clamp(0, self.n_keys)
 
     # Functions of an index that edit or show it live beside this class, by subject.
@@ -160,7 +160,7 @@ def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tu
         # The intervals of consecutive queries leave no gap, so the queries of a row tile cover one run of tiles.
         # Rows of this step count from 0. Queries without a key touch no tile.
         row = query[hi > lo] // grid.block - first // grid.block
-        lowest = torch.full((step // grid.block,), grid.n_keys, device=device)
+        lowest = lo.new_full((step // grid.block,), grid.n_keys)
         lowest.scatter_reduce_(0, row, lo[hi > lo], "amin")
         highest = torch.zeros_like(lowest).scatter_reduce_(0, row, hi[hi > lo], "amax")
         tiles += int(((highest + grid.block - 1) // grid.block - lowest // grid.block).clamp(min=0).sum())

@@ -58,7 +58,7 @@ def _tile_states(
     if ragged := [cut.long() << bit for bit, (edge, cut) in enumerate(sides) if edge % grid.block]:
         distinct, inverse = torch.unique(inverse * 8 + sum(ragged), return_inverse=True)
     first = first_of(inverse, len(distinct))
-    head_number = torch.full((), head, device=row.device)
+    head_number = row.new_full((), head)
     states = [
         collector.add(evaluate_tiles(pattern, head_number, row[part], col[part], grid))
         for part in chunks(first, grid.block)

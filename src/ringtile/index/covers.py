@@ -147,9 +147,9 @@ def candidates(
     >>> copies, list(zip(*map(torch.Tensor.tolist, cover), strict=True))
     (2, [(0, 0, 2), (0, 2, 3), (1, 0, 3), (2, 0, 1), (2, 1, 3)])
     """
-    budget, rows = Budget(max_bytes, grid), torch.arange(grid.n_rows)
+    budget, rows = Budget(max_bytes, grid), torch.arange(grid.n_rows, device="cpu")
     table, members = groups_of(pattern, num_heads, batch)
-    copies = torch.bincount(torch.tensor(table).flatten()) * (num_heads // len(table[0])) * (batch // len(table))
+    copies = torch.bincount(rows.new_tensor(table).flatten()) * (num_heads // len(table[0])) * (batch // len(table))
     for number, (member, head) in zip(copies.tolist(), members, strict=True):
         cover = member.cover(head, rows, grid)
         budget.check(pattern, len(cover.row), CANDIDATE_BYTES)

@@ -119,7 +119,7 @@ def _new_numbers(name: str, tiles: Tensor, count: int) -> Tensor:
     """Return the place in ``tiles`` of each of ``count`` tiles, -1 if it is not there."""
     if tiles.dim() != 1 or tiles.dtype != torch.int64 or ((tiles < 0) | (tiles >= count)).any():
         raise ValueError(f"{name}: expected int64 [any] of tile numbers below {count}, got {tiles!r}")
-    numbers = torch.full((count,), -1, device=tiles.device)
+    numbers = tiles.new_full((count,), -1)
     numbers[tiles] = torch.arange(len(tiles), device=tiles.device)
     if int((numbers >= 0).sum()) < len(tiles):
         raise ValueError(f"{name}: expected distinct tile numbers, got {tiles!r}")
@@ -144,7 +144,7 @@ def coarsen(index: AnIndex, block: int = 128) -> AnIndex:
     cell = row % factor * factor + col % factor
     number = (group * grid.n_rows + row // factor - grid.first_row) * grid.n_cols + col // factor
     number, inverse = torch.unique(number, return_inverse=True)
-    cells = torch.full((len(number), factor * factor), EMPTY, device=index.device)
+    cells = number.new_full((len(number), factor * factor), EMPTY)
     cells[inverse, cell] = state
     # Small tiles beyond the lengths are in no list. They count as full if the other tiles are.
     row = (number // max(grid.n_cols, 1) % max(grid.n_rows, 1) + grid.first_row)[:, None] * factor
@@ -240,7 +240,7 @@ def keys_of(index: TileIndex, queries: Tensor) -> Tensor:
     for begins, column, tile in ((lists.full_ptr, lists.full, None), (lists.partial_ptr, lists.partial, lists.tile)):
         first, count = begins.long()[slot], begins.diff().long()[slot]
         # Slots with 2 and 3 entries, from entries 7 and 0 on: numbers 0 0 1 1 1, entries 7 8 0 1 2.
-        number = torch.arange(len(slot), device=index.device).repeat_interleave(count)
+        number = torch.repeat_interleave(count)
         entry = torch.arange(len(number), device=index.device) + (first - count.cumsum(0) + count)[number]
         target = number * cols + column.long()[entry]
         if tile is None:

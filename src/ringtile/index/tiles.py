@@ -71,7 +71,7 @@ def derive_tables(bits: Tensor) -> TileTable:
 def first_of(inverse: Tensor, count: int) -> Tensor:
     """Return the first place of each of ``count`` numbers: those of 1 0 1 2 are 1, 0 and 3."""
     places = torch.arange(len(inverse), device=inverse.device)
-    return torch.full((count,), len(inverse), device=inverse.device).scatter_reduce_(0, inverse, places, "amin")
+    return inverse.new_full((count,), len(inverse)).scatter_reduce_(0, inverse, places, "amin")
 
 
 def distinct_tiles(bits: Tensor, digests: Tensor) -> tuple[Tensor, Tensor]:

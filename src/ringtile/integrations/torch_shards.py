@@ -41,7 +41,9 @@ def shards_of(n_tokens: int, mesh: DeviceMesh, balancer: Any = "default") -> Lay
         balancer = _load_balancer._create_default_load_balancer(n_tokens, n_ranks, "cpu")
     if n_tokens % n_ranks:
         raise ValueError(f"n_tokens: expected a multiple of {n_ranks} for PyTorch's shards, got {n_tokens}")
-    indices = torch.arange(n_tokens).unsqueeze(0) if balancer is None else balancer._generate_indices().cpu()
+    indices = (
+        torch.arange(n_tokens, device="cpu").unsqueeze(0) if balancer is None else balancer._generate_indices().cpu()
+    )
     if indices.shape != (1, n_tokens):
         raise ValueError(
             f"balancer: expected one that shards {n_tokens} tokens of all batch elements alike, got {indices.shape=}"

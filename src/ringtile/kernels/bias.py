@@ -82,7 +82,7 @@ class _Piece(NamedTuple):
 def _reaches(index: BlockIndex) -> tuple[list[int], list[int]]:
     """Return the first column tile of each row tile in any group, and the one after its last."""
     slot, col = index.slot_and_col(index.entries().number)
-    row, low = slot % max(index.n_rows, 1), torch.full((index.n_rows,), index.n_cols, device=index.device)
+    row, low = slot % max(index.n_rows, 1), slot.new_full((index.n_rows,), index.n_cols)
     high = torch.zeros_like(low).scatter_reduce_(0, row, col + 1, "amax")
     return low.scatter_reduce_(0, row, col, "amin").tolist(), high.tolist()
 

@@ -199,7 +199,7 @@ def proof(
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
     batch, heads, n_queries, n_keys, scale = 2, 2 * ratio, 600, 520, 0.2
     q, out_grad = (drawn(batch, heads, n_queries, dim) for dim in dims)
@@ -209,7 +209,7 @@ def proof(
     pattern = Segments(384, 3) | BlockDilated((2,), 1) if has_partial else Dense()
     groups = 1 if shared[0] else batch, 1 if shared[1] else heads
     base = build_index(pattern, n_queries, n_keys, start=0, num_heads=groups[1], device=device)
-    keep = torch.rand(*groups, base.n_rows, base.n_cols, generator=generator) < 0.7
+    keep = torch.rand(*groups, base.n_rows, base.n_cols, generator=generator, dtype=torch.float32, device="cpu") < 0.7
     keep[0, 0, 0], keep[0, 0, :, 1] = False, False
     if not has_partial:
         # Row tiles that share a list keep the same.

@@ -237,7 +237,9 @@ def _wrong(
     generator = torch.Generator().manual_seed(0)
 
     def drawn(length: int, heads: int) -> Tensor:
-        return torch.randn(2, length, heads, width, generator=generator).to(device, dtype)
+        return torch.randn(2, length, heads, width, generator=generator, dtype=torch.float32, device="cpu").to(
+            device, dtype
+        )
 
     q, out_grad = drawn(141, 4), drawn(141, 4)
     k, v = (drawn(203, 2 if grouped else 4) for _ in range(2))

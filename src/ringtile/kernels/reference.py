@@ -128,7 +128,7 @@ class _Problem:
             kept = of_groups[batch % len(of_groups), head % of_groups.shape[1]]
         else:
             pattern = self.pattern if self.pattern.batch_size is None else self.pattern.batch_row(batch)
-            head_ = torch.tensor(head, device=rows.device)
+            head_ = rows.new_tensor(head)
             parts = (self.first_position + rows)[:, None].split(max(1, _CHUNK_PAIRS // max(1, n_keys)))
             kept = torch.cat([pattern.allowed(head_, part, keys).expand(len(part), n_keys) for part in parts])
         if self.key_mask is not None:
@@ -252,8 +252,8 @@ def _rows_of_head(problem: _Problem, batch: int, head: int, rows: Tensor) -> tup
             k[keys],
             v[keys],
             kept[:, keys],
-            torch.tensor(batch, device=rows.device),
-            torch.tensor([[head]], device=rows.device),
+            rows.new_tensor(batch),
+            rows.new_tensor([[head]]),
             part,
             keys,
         )

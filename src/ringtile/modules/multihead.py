@@ -279,7 +279,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         lengths = [len(row) for row in query.unbind()]
         padded = query.to_padded_tensor(0.0)
         places = torch.arange(padded.shape[1], device=padded.device)
-        padding = places >= torch.tensor(lengths, device=padded.device).unsqueeze(1)
+        padding = places >= places.new_tensor(lengths).unsqueeze(1)
         out, _ = self.forward(padded, padded, padded, padding, need_weights=False, is_causal=given.is_causal)
         rows = [row[:length] for row, length in zip(out.unbind(), lengths, strict=True)]
         return torch.nested.as_nested_tensor(rows, layout=query.layout), None

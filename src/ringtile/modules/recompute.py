@@ -32,7 +32,7 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         with ExitStack() as stack:
             stack.push(hold)
             return function(*given)
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
     out: Tensor = checkpoint(guarded, *arguments, use_reentrant=False)
     has_ended = True

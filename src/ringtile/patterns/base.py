@@ -189,11 +189,11 @@ class Pattern:
                 f"draw expects positive n_queries, n_keys and width, got {n_queries=}, {n_keys=}, {width=}"
             )
         self.validate(TileGrid(block=1, start=start, n_queries=n_queries, n_keys=n_keys))
-        cell, key = -(-max(n_queries, n_keys) // width), torch.arange(n_keys)
+        cell, key = -(-max(n_queries, n_keys) // width), torch.arange(n_keys, device="cpu")
         keys_per_cell = torch.bincount(key // cell)
         lines = []
-        for query in torch.arange(start, start + n_queries).split(cell):
-            pairs = self.allowed(torch.tensor(head), query.unsqueeze(1), key.unsqueeze(0)).sum(0)
+        for query in torch.arange(start, start + n_queries, device="cpu").split(cell):
+            pairs = self.allowed(query.new_tensor(head), query.unsqueeze(1), key.unsqueeze(0)).sum(0)
             counts = torch.zeros_like(keys_per_cell).index_add_(0, key // cell, pairs)
             shade = (counts > 0).int() + (counts == keys_per_cell * len(query)).int()
             lines.append("".join("·▒█"[number] for number in shade.tolist()))

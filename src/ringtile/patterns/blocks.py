@@ -47,7 +47,7 @@ class BlockPattern(Pattern, rule=("kept", "draws")):
         per_tile = max_met(grid.block, self.block)
         if per_tile**2 > _MAX_PAIRS:
             return super().tile_class(head, row, col, grid)
-        number = torch.tensor(head, device=row.device)
+        number = row.new_tensor(head)
         (row_first, row_last), (col_first, col_last) = grid.units(row, self.block), grid.units(col, self.block)
         # The place in the tile at which the block changes (0 if it does not), then the kept pairs of blocks.
         code = number_pairs(grid.phase(row, self.block), grid.phase(col, self.block))
@@ -155,7 +155,7 @@ class Blocks(BlockPattern):
         if heads is None:
             return codes
         size = n_rows * n_cols
-        first, last = torch.searchsorted(codes, torch.tensor([head, head + 1], device=codes.device) * size).tolist()
+        first, last = torch.searchsorted(codes, codes.new_tensor([head, head + 1]) * size).tolist()
         return codes[first:last] - head * size
 
     def head_class(self, head: int) -> Hashable:
@@ -211,7 +211,7 @@ def _from_csr(row_ptr: Tensor, col: Tensor) -> tuple[Tensor, tuple[int, int, int
     if len(columns) and int(columns.min()) < 0:
         raise ValueError(f"blocks expects col >= 0, got col.min()={int(columns.min())}")
     n_cols = int(columns.max()) + 1 if len(columns) else 1
-    row = torch.repeat_interleave(torch.arange(len(counts), device=columns.device), counts)
+    row = torch.repeat_interleave(counts)
     return torch.unique(row * n_cols + columns), (len(counts), n_cols, None)
 
 
@@ -288,7 +288,7 @@ class SampledBlocks(BlockPattern):
         # With keep 1 of 3, segment 4 keeps blocks 4, 1 (k = 0, 1), and 7 (k = -1). In [2, 8), k runs from -1 to 0.
         least = -((high - 2 + self.keep - number) // self.of)
         count = (1 + (number - low) // self.of - least).clamp(min=0).where(high > low, 0)
-        which = torch.arange(len(count), device=count.device).repeat_interleave(count)
+        which = torch.repeat_interleave(count)
         k = least[which] + torch.arange(len(which), device=count.device) - (count.cumsum(0) - count)[which]
         end = number[which] - k * self.of + 1
         return tile[which], torch.maximum(end - self.keep, low[which]), torch.minimum(end, high[which])

@@ -44,7 +44,7 @@ class Documents(Pattern):
         if lengths is not None:
             lengths = checked_ints("documents", "lengths", lengths)
             text = f"documents({list(lengths)})"
-            bounds = torch.tensor((0, *lengths)).cumsum(0).unsqueeze(0)
+            bounds = torch.tensor((0, *lengths), dtype=torch.int64, device="cpu").cumsum(0).unsqueeze(0)
         elif cu_seqlens is not None:
             bounds = _integer("cu_seqlens", cu_seqlens, (1,)).unsqueeze(0)
             if int(bounds[0, 0]) != 0 or bool((bounds.diff() < 0).any()):

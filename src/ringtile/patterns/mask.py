@@ -97,7 +97,7 @@ class Mask(OfMask):
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         parts = _SIDE // grid.block
-        state = self._state(torch.tensor(head, device=row.device), row // parts, col // parts)
+        state = self._state(row.new_tensor(head), row // parts, col // parts)
         # A tile of 32 is one of 4 x 4 parts of a stored tile: its class is the stored tile and its place there.
         place = row % parts * parts + col % parts
         return torch.where(state < _PARTIAL, state, _PARTIAL + (state - _PARTIAL) * parts**2 + place)
@@ -147,7 +147,7 @@ def from_mask(mask: Tensor) -> Pattern:
     ragged = (n_keys - n_queries) % _SIDE
     columns = -(-n_keys // _SIDE)
     known: dict[bytes, int] = {}
-    bits, states = [torch.empty(0, _SIDE, _SIDE // 32, dtype=torch.int32)], []
+    bits, states = [torch.empty(0, _SIDE, _SIDE // 32, dtype=torch.int32, device="cpu")], []
     for of_head in mask.flatten(0, 1):
         for first_row in range(-ragged, n_queries, _SIDE):
             strip = of_head[max(first_row, 0) : first_row + _SIDE]

@@ -203,8 +203,8 @@ def _compact(*numbers: tuple[int, ...]) -> Neighborhood:
 
     def neighbors(order: Neighborhood) -> int:
         boxes = _boxes(order, _BLOCK, torch.device("cpu"))
-        row = torch.arange(0, len(boxes.low), -(-len(boxes.low) // _SAMPLE))
-        return int(boxes.meet(row.unsqueeze(1), torch.arange(len(boxes.low))).sum())
+        row = torch.arange(0, len(boxes.low), -(-len(boxes.low) // _SAMPLE), device="cpu")
+        return int(boxes.meet(row.unsqueeze(1), torch.arange(len(boxes.low), device="cpu")).sum())
 
     best = min(orders, key=neighbors)
     return best if neighbors(best) < 0.9 * neighbors(pattern) else pattern
@@ -213,7 +213,7 @@ def _compact(*numbers: tuple[int, ...]) -> Neighborhood:
 # Cache of the orders of tokens. Key: the arguments. Bound: 16. Owner: the process. A layer asks in each call.
 @lru_cache(maxsize=16)
 def _order(size: tuple[int, ...], dilation: tuple[int, ...], tile: tuple[int, ...]) -> Tensor:
-    number = torch.arange(prod(size))
+    number = torch.arange(prod(size), device="cpu")
     places = list(zip(torch.unravel_index(number, size), dilation, tile, strict=True))
     phases = [place % rate for place, rate, _ in places]
     tiles = [place // rate // side for place, rate, side in places]

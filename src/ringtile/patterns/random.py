@@ -118,7 +118,7 @@ class RandomBlocks(BlockPattern):
         # The pattern is symmetric, so keys of later blocks than the rows draw these rows, too.
         lowest, highest = max(int(first.min()), 0), max(int(last.max()), -(-grid.n_keys // self.block) - 1)
         larger = torch.arange(lowest, highest + 1, device=rows.device)
-        smaller = self.draws(torch.tensor(head, device=rows.device), larger)
+        smaller = self.draws(rows.new_tensor(head), larger)
         larger = larger.unsqueeze(1).expand_as(smaller)
         larger, smaller = larger[smaller >= 0], smaller[smaller >= 0]
         row, col = torch.cat([larger, smaller]), torch.cat([smaller, larger])

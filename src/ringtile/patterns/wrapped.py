@@ -148,7 +148,7 @@ class OfHeads(_ByHead, Wrapper):
     heads: tuple[int, ...]
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.inner.allowed(torch.tensor(self.heads, device=head.device)[head], query, key)
+        return self.inner.allowed(torch.tensor(self.heads, dtype=torch.int64, device=head.device)[head], query, key)
 
     def of_head(self, head: int) -> tuple[Pattern, int]:
         return self.inner, self.heads[head]

@@ -119,13 +119,13 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     # The first tile can begin before the first query, and the last ones can end after the last query and key. Tiles of
     # a kind have the same positions inside the lengths, and so the same counts.
     skipped = index.start - index.first_row * block
-    query = torch.arange(rows * block).view(rows, block)
+    query = torch.arange(rows * block, device="cpu").view(rows, block)
     inside = (query >= skipped) & (query < skipped + index.n_queries)
     query_kinds, query_kind = torch.unique(inside, dim=0, return_inverse=True)
-    inside = torch.arange(columns * block).view(columns, block) < index.n_keys
+    inside = torch.arange(columns * block, device="cpu").view(columns, block) < index.n_keys
     key_kinds, key_kind = torch.unique(inside, dim=0, return_inverse=True)
 
-    kept, part = torch.zeros(high * wide), torch.arange(cuts)
+    kept, part = torch.zeros(high * wide, dtype=torch.float32, device="cpu"), torch.arange(cuts, device="cpu")
     for i, queries in enumerate(query_kinds):
         for j, keys in enumerate(key_kinds):
             mine = (query_kind[row] == i) & (key_kind[column] == j)
@@ -134,8 +134,8 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
             cell = down.unsqueeze(2) * wide + across.unsqueeze(1)
             pairs = _pooled(index.table.bits.cpu(), queries.unsqueeze(1) & keys, cuts)[state[mine]]
             kept.index_add_(0, cell.flatten(), pairs.flatten())
-    tall = torch.bincount(torch.arange(skipped, skipped + index.n_queries) // side, minlength=high)
-    pairs = tall.unsqueeze(1) * torch.bincount(torch.arange(index.n_keys) // side, minlength=wide)
+    tall = torch.bincount(torch.arange(skipped, skipped + index.n_queries, device="cpu") // side, minlength=high)
+    pairs = tall.unsqueeze(1) * torch.bincount(torch.arange(index.n_keys, device="cpu") // side, minlength=wide)
     shares = (kept.view(high, wide) / pairs)[skipped // side :]
     return shares[: int((tall > 0).sum()), : -(-index.n_keys // side)].contiguous(), side
 

@@ -92,7 +92,7 @@ def profile_attention(
     if calls < 1 or tokens < 1:
         raise ValueError(f"calls, tokens: expected at least one, got {calls=}, {tokens=}")
     query, key, value, out_grad = (
-        torch.randn(1, num_heads, tokens, head_dim, dtype=dtype, requires_grad=True) for _ in range(4)
+        torch.randn(1, num_heads, tokens, head_dim, dtype=dtype, requires_grad=True, device="cpu") for _ in range(4)
     )
 
     def step() -> None:

@@ -79,7 +79,7 @@ def _drawing(index: BlockIndex, rule: Pattern) -> str:
     else:
         shares, side = occupancy(index, pixels=_DRAWING_WIDTH)
         # A window of a thousand tokens must stand out in a million.
-        shade = torch.bucketize(shares, torch.tensor([0.0, 0.01, 0.25, 0.9999]))
+        shade = torch.bucketize(shares, shares.new_tensor([0.0, 0.01, 0.25, 0.9999]))
         drawn = "\n".join("".join("·░▒▓█"[number] for number in line) for line in shade.tolist())
         legend = "· none, ░ up to 1%, ▒ up to 25%, ▓ more, █ all"
     of_head = "" if index.n_groups == 1 else "; head 0"

@@ -27,7 +27,7 @@ def _as_written(name: str, compute: Callable[..., Any], module: nn.Module, *give
     if is_streamed(module.config):
         return compute(module, *given, **named)
     if name == "compute_bias" and not hasattr(module, "relative_attention_bias"):
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     return getattr(type(module), name)(module, *given, **named)
 
 
@@ -235,7 +235,7 @@ def _positions_deberta(encoder: Any, hidden_states: Tensor, query_states: Any = 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _scale_deberta(head_dim: int, kinds: int) -> float:
     # It is rounded to float32 in every dtype.
-    return 1 / float(torch.tensor(head_dim * (1 + kinds), dtype=torch.float32).sqrt())
+    return 1 / float(torch.tensor(head_dim * (1 + kinds), dtype=torch.float32, device="cpu").sqrt())
 
 
 def _attend_deberta(

@@ -77,14 +77,14 @@ def _attend_big_bird(
     heads = self.num_attention_heads
     q, k, v = heads_of(hidden_states, self.attention_head_size, self.query, self.key, self.value)
     key_mask = to_mask.view(batch, tokens) != 0
-    block = torch.arange(tokens // self.block_size)
+    block = torch.arange(tokens // self.block_size, device="cpu")
     edge = (block == 0) | (block == block[-1])
     kept = ((block[:, None] - block).abs() <= 1) | edge[:, None] | edge
     parts = [sparse_attention(q, k, v, Blocks(kept, block=self.block_size), key_mask=key_mask, return_lse=True)]
     # A key that is chosen twice counts twice, as in transformers: in eval mode, every choice is block 0.
     choices, times = torch.unique(_choices(self, tokens), dim=0, return_counts=True)
     for choice, count in zip(choices, times.tolist(), strict=True):
-        chosen = torch.zeros(heads, len(block), len(block), dtype=torch.bool)
+        chosen = kept.new_zeros(heads, len(block), len(block))
         chosen[:, 1:-1].scatter_(2, choice.unsqueeze(2), True)
         out, lse = sparse_attention(q, k, v, Blocks(chosen, block=self.block_size), key_mask=key_mask, return_lse=True)
         parts.append((out, lse + math.log(count)))

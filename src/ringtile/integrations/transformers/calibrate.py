@@ -105,9 +105,9 @@ def audited_rows(repeated: Tensor, rows: int, seed: int) -> tuple[Tensor, Tensor
     parts = []
     for which, share in ((~repeated, rows - rows // 3), (repeated, rows // 3)):
         places = which.nonzero().flatten()
-        parts.append(places[torch.randperm(len(places), generator=drawn)[:share]])
+        parts.append(places[torch.randperm(len(places), generator=drawn, device="cpu")[:share]])
     # A head that copies has its misses in the repeat only, and would look idle if all rows counted the same.
-    weights = torch.cat([torch.full((len(part),), 0.5 / len(part), dtype=torch.float64) for part in parts])
+    weights = torch.cat([torch.full_like(part, 0.5 / len(part), dtype=torch.float64) for part in parts])
     found, order = torch.cat(parts).sort()
     return found, weights[order]
 
@@ -122,7 +122,7 @@ def far_repeat(ids: Tensor) -> Tensor:
     (tensor(100), tensor(0))
     """
     n_tokens = len(ids)
-    repeated = torch.zeros(n_tokens, dtype=torch.bool)
+    repeated = torch.zeros(n_tokens, dtype=torch.bool, device="cpu")
     if n_tokens < 2 * _GRAM:
         return repeated
     # Give equal runs of 16 tokens one number, then look at the place where that number came before.
@@ -132,7 +132,7 @@ def far_repeat(ids: Tensor) -> Tensor:
     # A run that never came before gets a place after all others, so its distance is negative.
     before = torch.full_like(kind, n_tokens)
     before[order[1:]] = torch.where(kind[order[1:]] == kind[order[:-1]], order[:-1], n_tokens)
-    for begin in (torch.arange(len(grams)) - before >= n_tokens // 4).nonzero().flatten().tolist():
+    for begin in (torch.arange(len(grams), device="cpu") - before >= n_tokens // 4).nonzero().flatten().tolist():
         repeated[begin : begin + _GRAM] = True
     return repeated if repeated.sum() >= n_tokens // 16 else torch.zeros_like(repeated)
 

@@ -94,7 +94,7 @@ class _Streamed(TorchFunctionMode):
         self.scores: Tensor | None = None
         self.relu = False
         self.factor: Any = 1
-        self.query = self.key = self.weights = torch.empty(0)
+        self.query = self.key = self.weights = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.strip("_")
@@ -445,7 +445,9 @@ def _of_groups(
 
     ratio, n_keys, device = indexer.compress_ratio, keys.shape[1], keys.device
     runs = [
-        torch.cat([torch.arange(x, x + int(n[at == x].max()) * ratio, ratio) for x in at.unique().tolist()])
+        torch.cat(
+            [torch.arange(x, x + int(n[at == x].max()) * ratio, ratio, device="cpu") for x in at.unique().tolist()]
+        )
         for at, n in zip(low, n_groups, strict=True)
     ]
     # Groups that fill up a row are after all keys.
@@ -464,10 +466,10 @@ def _of_groups(
 
 def _seen(kept: KeptPairs, batch: int, n_queries: int, n_keys: int) -> tuple[Tensor, Tensor]:
     """Return the interval ``[low, high)`` of keys that each query of a mask sees, int64 ``[B, Nq]``."""
-    at = torch.arange(n_queries) + kept.start
+    at = torch.arange(n_queries, device="cpu") + kept.start
     bounds = [key_bounds(kept.pattern.batch_row(b), at, n_keys) for b in range(batch)]
     known = [each for each in bounds if each is not None]
-    mask = torch.ones(1, n_keys, dtype=torch.bool) if kept.key_mask is None else kept.key_mask.cpu()
+    mask = torch.ones(1, n_keys, dtype=torch.bool, device="cpu") if kept.key_mask is None else kept.key_mask.cpu()
     inside = interval_of(mask)
     if len(known) < batch or inside is None:
         raise ValueError(

@@ -208,7 +208,7 @@ def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: to
     return mask
 
 
-_NO_MASK = torch.zeros(1, 1, 1, 0, dtype=torch.bool)
+_NO_MASK = torch.zeros(1, 1, 1, 0, dtype=torch.bool, device="cpu")
 
 
 def _is_exporting() -> bool:

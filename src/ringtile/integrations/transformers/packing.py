@@ -68,7 +68,7 @@ def _pack(base: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor | No
         raise ValueError("input_ids: expected tokens [B, N], or inputs_embeds, got None")
     batch, n_tokens = given[name].shape[:2]
     _check(given, batch, n_tokens)
-    mask = given.get("attention_mask", torch.ones(batch, n_tokens, device=given[name].device))
+    mask = given.get("attention_mask", given[name].new_ones((batch, n_tokens), dtype=torch.bool))
     real = mask.bool().expand(batch, -1)
     if "use_cache" in inspect.signature(base.forward).parameters:
         given["use_cache"] = False

@@ -382,7 +382,7 @@ class ContextParallel:
     @torch.no_grad()
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens in order, at every rank, from the ranks' outputs, such as logits. It has no gradient."""
-        sizes = [torch.tensor(x.shape[dim], device=x.device) for _ in range(self.size)]
+        sizes = [x.new_tensor(x.shape[dim], dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, sizes[self.rank].clone(), group=self.group)
         # Gathered tensors need equal shapes, so shards are padded to the longest and cut again.
         counts = [int(size) for size in sizes]

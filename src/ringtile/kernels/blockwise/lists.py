@@ -62,7 +62,9 @@ class _Piece(NamedTuple):
                 scores = scores - call.alibi_slopes.to(q.dtype)[heads] * (query - key).abs()
             if call.dropout_p:
                 batch = (
-                    torch.tensor(self.batch, device=q.device) if call.batch_at is None else call.batch_at[self.batch]
+                    torch.tensor(self.batch, dtype=torch.int64, device=q.device)
+                    if call.batch_at is None
+                    else call.batch_at[self.batch]
                 )
                 heads = heads if call.head_at is None else call.head_at[heads]
                 assert call.seed is not None

@@ -61,7 +61,7 @@ def _kept_keys(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> Te
     # Many rows have the same tile in a column. With a table of 5, tile 2 at place 7 is pair 7 * 5 + 2 + 1 = 38.
     place = slot // max(index.n_rows, 1) * index.n_cols + col
     pairs = torch.unique(place * len(table) + tile + 1)
-    found = torch.zeros(index.n_groups * index.n_cols, index.block, dtype=torch.int32)
+    found = tile.new_zeros(index.n_groups * index.n_cols, index.block, dtype=torch.int32)
     found.index_add_(0, pairs // len(table), table[pairs % len(table)].int())
     return (found > 0).view(index.n_groups, -1)
 
@@ -73,11 +73,11 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
     length, partial = (torch.bincount(x, minlength=n_slots) for x in (slot, slot[tile != FULL]))
     begin = length.cumsum(0) - length
     # Both counts are digits in base n_cols + 1.
-    shape = (torch.arange(n_slots) // max(index.n_rows, 1) * base + partial) * base + length
+    shape = (torch.arange(n_slots, device="cpu") // max(index.n_rows, 1) * base + partial) * base + length
     launches: list[list[Launch]] = [[] for _ in range(index.n_groups)]
     for rows in _equal(shape):
         first = int(rows[0])
-        at = begin[rows].unsqueeze(1) + torch.arange(int(length[first]))
+        at = begin[rows].unsqueeze(1) + torch.arange(int(length[first]), device="cpu")
         if not at.numel():
             continue
         cols, tiles = col[at], tile[at]
@@ -99,7 +99,7 @@ def _make_plan(index: BlockIndex) -> Plan:
     keys, bits = _kept_keys(index, slot, col, tile), index.table.bits
     # A full tile of a ragged last column becomes a partial one, the first behind those of the index.
     tile[(tile == FULL) & ((col + 1) * index.block > index.n_keys)] = len(bits)
-    inside = pack_words(torch.arange(index.block) < index.n_keys % index.block).expand(1, *bits.shape[1:])
+    inside = pack_words(torch.arange(index.block, device="cpu") < index.n_keys % index.block).expand(1, *bits.shape[1:])
     return Plan(
         _launches(index, slot, col, tile),
         torch.cat([bits, inside, torch.full_like(inside, -1)]),

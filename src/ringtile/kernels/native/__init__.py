@@ -186,7 +186,7 @@ def _shared_splits(lists: _Lists, batch: int, heads: int, items: int, threads: i
                 for split in range(count):
                     ends = tiles * split // count, tiles * (split + 1) // count
                     entries.append((item * slots + slot, item * ratio + head, *ends))
-    found = lists.shared_splits[key] = torch.tensor(entries, dtype=torch.int64).view(-1, 4)
+    found = lists.shared_splits[key] = torch.tensor(entries, dtype=torch.int64, device="cpu").view(-1, 4)
     return found
 
 

@@ -94,9 +94,9 @@ class _Job:
         c.union_room = max(1, min(c.run * c.list_length // c.union_cost, -(-c.n_keys // c.block)))
         if c.run > 1 and self.places:
             lists_of_runs = c.batch * c.list_groups * self.runs
-            c.point(union_entries=torch.empty(lists_of_runs * c.union_room, dtype=torch.int32))
-            c.point(union_bits=torch.empty(lists_of_runs * c.union_room, dtype=torch.int16))
-            c.point(union_length=torch.empty(lists_of_runs, dtype=torch.int64))
+            c.point(union_entries=lists.indices.new_empty(lists_of_runs * c.union_room))
+            c.point(union_bits=lists.indices.new_empty(lists_of_runs * c.union_room, dtype=torch.int16))
+            c.point(union_length=lists.indices.new_empty(lists_of_runs, dtype=torch.int64))
             self.run(ListsPhase.UNIONS, lists_of_runs, 0)
 
     def run(self, phase: ListsPhase, items: int, operations: float) -> None:
@@ -136,8 +136,8 @@ def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Te
     job = _Job(q, k, v, lists, scale)
     check_rows(q, v, out, out_grad, lse, lse_grad)
     c = job.c
-    q_grad = torch.empty(q.shape, dtype=q.dtype)
-    k_grad, v_grad = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    q_grad = q.new_empty(q.shape)
+    k_grad, v_grad = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
     if not lse.numel() or not job.places:
         return q_grad.zero_(), k_grad.to(k.dtype), v_grad.to(v.dtype)
     c.place(out=with_contiguous_rows(out), out_grad=with_contiguous_rows(out_grad))

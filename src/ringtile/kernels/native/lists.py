@@ -20,7 +20,7 @@ def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacit
         return None
     check_memory(("keep",), (keep,))
     if shape is None:
-        base, heads = torch.arange(index.n_groups, dtype=torch.int32), max(index.n_groups, 1)
+        base, heads = torch.arange(index.n_groups, dtype=torch.int32, device="cpu"), max(index.n_groups, 1)
         keep = keep.expand(1, heads, -1, -1)
     else:
         base, heads = index.group.expand(shape).flatten().contiguous(), shape[1]
@@ -31,7 +31,7 @@ def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacit
     for found, (side, slots, *strides) in zip(lists, sides, strict=True):
         n_kept = 0
         for begins, *tables in ((side.full_ptr, side.full), (side.partial_ptr, side.partial, side.tile)):
-            pointer = torch.empty(len(base) * slots + 1, dtype=torch.int32)
+            pointer = base.new_empty(len(base) * slots + 1)
             begins, *tables = [x.contiguous() for x in (begins, *tables)]
             places = [*map(Tensor.data_ptr, (base, begins, *tables)), None][:4]
             strided = (keep.data_ptr(), (ctypes.c_int64 * 4)(batch, head, *strides))
@@ -39,7 +39,7 @@ def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacit
             # A list has at most the base's tiles once per group.
             most = len(base) * len(tables[0])
             size = copy(0, pointer.data_ptr(), None, None) if capacity is None else min(capacity, most)
-            copies = [torch.empty(size, dtype=torch.int32) for _ in tables]
+            copies = [base.new_empty(size) for _ in tables]
             n_kept += copy(size, pointer.data_ptr(), *[*map(Tensor.data_ptr, copies), None][:2])
             found.extend((pointer, *copies))
         if capacity is not None and n_kept > capacity:
@@ -49,7 +49,7 @@ def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacit
 
 def ascending(entries: Tensor, count: int) -> Tensor:
     """Return the numbers in [0, count) of each row, on a CPU, as int32, ascending and each once, then -1."""
-    entries, bits = entries.int().contiguous(), torch.zeros(count // 64 + 1, dtype=torch.int64)
+    entries, bits = entries.int().contiguous(), entries.new_zeros(count // 64 + 1, dtype=torch.int64)
     found, length = torch.empty_like(entries), entries.shape[-1]
     places = map(Tensor.data_ptr, (entries, bits, found))
     library().handle.ringtile_ascending(entries.numel() // max(length, 1), length, count, *places)

@@ -42,7 +42,9 @@ def native_masses(masses: Masses) -> Tensor | None:
     c.dtype, c.isa, c.threads = number, library().choice.by_dtype[dtype].number, threads
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = batch, heads, rows, *key.shape[1:]
     c.place(q=query, k=key, v=key)
-    c.point(out=out, group=torch.zeros(1, dtype=torch.int32), seen=seen.contiguous(), pool_begin=groups.contiguous())
+    c.point(
+        out=out, group=groups.new_zeros(1, dtype=torch.int32), seen=seen.contiguous(), pool_begin=groups.contiguous()
+    )
     if bias is not None:
         bias = bias.contiguous()
         c.point(bias=bias)

@@ -16,7 +16,8 @@ _OPERATIONS_A_SCORE = 200.0
 def best(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the ``n`` best scores of rows and their int32 numbers, equal ones by their number, -1 for -inf."""
     scores, (rows, entries) = with_contiguous_rows(scores), scores.shape
-    values, numbers = torch.empty(rows, n), torch.empty(rows, n, dtype=torch.int32)
+    values = scores.new_empty(rows, n)
+    numbers = scores.new_empty(rows, n, dtype=torch.int32)
     threads, places = threads_of(_OPERATIONS_A_SCORE * scores.numel()), map(Tensor.data_ptr, (scores, values, numbers))
     isa = library().choice.by_dtype[torch.float32].number
     if library().handle.ringtile_best(isa, min(threads, rows), rows, entries, scores.stride(0), n, *places):
@@ -30,7 +31,7 @@ def rounded_scores(query: Tensor, of_query: Tensor, key: Tensor, of_key: Tensor,
     D is a multiple of 4. Factors are ``[rows, heads]`` and ``[keys]``. ``sums`` has those of each key's numbers.
     """
     (rows, heads, head_dim), n_keys = query.shape, len(key)
-    out = torch.empty(rows, n_keys)
+    out = query.new_empty(rows, n_keys, dtype=torch.float32)
     operations = 2.0 * heads * rows * n_keys * head_dim
     c = library().structure()
     # The set for bfloat16 has products of bytes, too.

@@ -37,10 +37,10 @@ def check_tiles(*, seconds: float = 1.0, products: int = _PRODUCTS) -> TileRepor
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        a, b = (torch.randint(1, 3, (16, 16, 2), generator=generator).bfloat16() for _ in range(2))
+        a, b = (torch.randint(1, 3, (16, 16, 2), generator=generator, device="cpu").bfloat16() for _ in range(2))
         expected = products * torch.einsum("mkp,knp->mn", a.float(), b.float())
         while True:
-            c = torch.zeros(16, 16)
+            c = torch.zeros_like(expected)
             library().handle.ringtile_multiply_tiles(numbers[-1], a.data_ptr(), b.data_ptr(), c.data_ptr(), products)
             found.append(torch.equal(c, expected))
             # Asked last: on a busy machine a thread can begin after the deadline, and no sums would say nothing.

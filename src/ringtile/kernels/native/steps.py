@@ -32,10 +32,14 @@ def step(
 
     # The lists of an index in which each head is a group with one row. No key follows the query, so all tiles are full.
     keep = keep.reshape(groups, cols)
-    columns, counts, number = keep.nonzero()[:, 1].int(), keep.sum(1, dtype=torch.int32), torch.arange(groups + 1)
-    begins, none = torch.zeros(2, groups + 1, dtype=torch.int32)
+    columns, counts, number = (
+        keep.nonzero()[:, 1].int(),
+        keep.sum(1, dtype=torch.int32),
+        torch.arange(groups + 1, device="cpu"),
+    )
+    begins, none = counts.new_zeros(2, groups + 1)
     torch.cumsum(counts, 0, dtype=torch.int32, out=begins[1:])
-    work = torch.zeros(groups, 5, dtype=torch.int32)
+    work = counts.new_zeros(groups, 5)
     work[:, 0], work[:, 2], work[:, 3], work[:, 4] = number[:-1], counts, -1, 1
     c.n_rows, c.n_cols, c.n_groups = 1, cols, groups
     c.group_stride[0], c.group_stride[1] = c.heads, 1

@@ -44,16 +44,18 @@ class Exact:
         key_shape = (case.batch, case.key_heads, case.n_tokens, case.head_dim)
         self.case, self.trains = case, trains
         q, k, v = (
-            torch.randn(shape, generator=generator).to(case.device, case.dtype)
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(case.device, case.dtype)
             for shape in (query_shape, key_shape, key_shape)
         )
         self.inputs = q, k, v
-        rows = torch.randperm(case.queries, generator=generator)[: checked_rows - 2]
-        self.rows = torch.cat([rows, torch.tensor([0, case.queries - 1])]).unique().to(case.device)
+        rows = torch.randperm(case.queries, generator=generator, device="cpu")[: checked_rows - 2]
+        self.rows = torch.cat([rows, rows.new_tensor([0, case.queries - 1])]).unique().to(case.device)
         # A case that only runs forward needs no gradients, which are as large as its queries.
-        self.grad = self.rows_grad = torch.empty(0)
+        self.grad = self.rows_grad = q.new_empty(0)
         if trains:
-            self.grad = torch.randn(query_shape, generator=generator).to(case.device, case.dtype)
+            self.grad = torch.randn(query_shape, generator=generator, dtype=torch.float32, device="cpu").to(
+                case.device, case.dtype
+            )
             self.rows_grad = torch.zeros_like(self.grad)
             self.rows_grad[:, :, self.rows] = self.grad[:, :, self.rows]
         self._results: dict[Pattern, tuple[list[Tensor], list[float]]] = {}

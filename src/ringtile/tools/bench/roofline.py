@@ -84,7 +84,7 @@ def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
     full, part = index.rows.slots()
     # No more than lie inside the lengths, so the limit can be a little too low in ragged tiles.
     # Heads of one group share lists, so count each group once, and then each head by its group.
-    of_groups = torch.zeros(index.n_groups, dtype=torch.long)
+    of_groups = full.new_zeros(index.n_groups)
     of_groups.index_add_(0, full // index.n_rows, index.pairs_inside(full, index.rows.full))
     inside = index.pairs_inside(part, index.rows.partial)
     of_groups.index_add_(0, part // index.n_rows, torch.minimum(reached[index.rows.tile], inside))
@@ -93,7 +93,7 @@ def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
 
 def _keys_read(case: Case, index: BlockIndex) -> int:
     """Count the keys in column tiles that some row keeps, over all key heads."""
-    widths = index.keys_inside(torch.arange(index.n_cols))
+    widths = index.keys_inside(torch.arange(index.n_cols, device="cpu"))
     kept = (index.cols.full_ptr + index.cols.partial_ptr).diff().view(index.n_groups, index.n_cols) > 0
     of_heads = kept[index.group.long()].expand(case.batch, case.heads, -1)
     return int((of_heads.unflatten(1, (case.key_heads, -1)).any(2) * widths).sum())

@@ -61,7 +61,7 @@ def checked_positions(n_tokens: int, vocab_size: int) -> Tensor:
     """Return the positions whose logits fit into memory: all, or evenly spaced ones that include both ends."""
     # In float32, the logits exist twice to be compared, and the comparison takes as much again.
     fitting = max(2, min(n_tokens, _budget() // (4 * 4 * vocab_size)))
-    return torch.linspace(0, n_tokens - 1, fitting).long()
+    return torch.linspace(0, n_tokens - 1, fitting, dtype=torch.float32, device="cpu").long()
 
 
 @contextmanager

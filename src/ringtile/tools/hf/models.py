@@ -55,7 +55,8 @@ def _sound(model: Any, n_frames: int) -> Tensor:
         shape = 1, (n_frames + 1) * config.inputs_to_logits_ratio
     else:
         raise ValueError(f"MODEL: expected one that reads text, spectra or samples, got {type(model).__name__}, {name}")
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(model.dtype)
 
 
 def _attempt(what: str, load: Callable[[], Any]) -> Any:
@@ -190,7 +191,7 @@ def load(
         raise ValueError(f"--tokens: expected at most {len(found)}, the length of {title}, got {n_tokens}")
     if model.main_input_name != "input_ids":
         title = "random sound" + f", and {title}" * model.config.is_encoder_decoder
-    return Loaded(name, model, torch.tensor([found]), title)
+    return Loaded(name, model, torch.tensor([found], dtype=torch.int64, device="cpu"), title)
 
 
 def read_text(path: Path) -> str:

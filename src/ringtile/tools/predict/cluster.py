@@ -31,7 +31,7 @@ _SECONDS = 120
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Fit (bytes, seconds) by alpha + bytes / beta, with the least squared relative errors and alpha at least 1 ns."""
-    size, seconds = torch.tensor(samples, dtype=torch.float64).T
+    size, seconds = torch.tensor(samples, dtype=torch.float64, device="cpu").T
     terms = torch.stack([1 / seconds, size / seconds], 1)
     alpha, per_byte = torch.linalg.lstsq(terms, torch.ones_like(seconds)[:, None]).solution.flatten().tolist()
     if per_byte <= 0:

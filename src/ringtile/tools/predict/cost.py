@@ -102,9 +102,9 @@ class _Traffic:
     def __init__(self, n_ranks: int, hardware: Hardware) -> None:
         self.node = nodes_of(n_ranks, hardware)
         self.is_inside = self.node.unsqueeze(1) == self.node
-        self.bytes = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
+        self.bytes = self.node.new_zeros(n_ranks, n_ranks)
         names = ("sent", "received", "sent_backward", "received_backward", "inside", "between", "messages")
-        self.totals = {name: torch.zeros(n_ranks, dtype=torch.int64) for name in names}
+        self.totals = {name: torch.zeros_like(self.node) for name in names}
 
     def add(self, **figures: Tensor | int) -> None:
         """Add to the totals of each rank."""
@@ -150,8 +150,8 @@ class _Rows(NamedTuple):
     def of(cls, work: Work, demand: Demand, hardware: Hardware, *, gather: bool) -> Self:
         grid, parts = work.grid, split(work, gather=gather)
         arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
-        n_buffer, n_copied = torch.zeros(2, work.layout.n_ranks, dtype=torch.int64)
         tiles, ranks, tokens = work.layout.tiles(grid.block)
+        n_buffer, n_copied = tokens.new_zeros(2, work.layout.n_ranks)
         for part in (parts.needs_all | arrives, parts.needs_hot):
             # The last column tile is ragged: of 700 keys in tiles of 128, it has 60, so take 68 off.
             n_buffer += part.sum(1, dtype=torch.int32) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
@@ -201,7 +201,7 @@ def _hierarchy(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     n_ranks, per_node = layout.n_ranks, min(hardware.ranks_per_node, layout.n_ranks)
     if n_ranks % per_node:
         raise ValueError(f"transport 'hierarchy': expected nodes of {per_node} ranks, got {n_ranks} ranks")
-    n_nodes, number = n_ranks // per_node, torch.arange(n_ranks) % per_node
+    n_nodes, number = n_ranks // per_node, torch.arange(n_ranks, device="cpu") % per_node
     hot = count_hot(layout, demand.is_hot, work.grid.block)
     levels = count_levels(layout, demand.needs, demand.is_hot, work.grid.block, per_node)
     crossing, (direct, handed) = _between_rows(levels[0]), (_inside_rows(level) for level in levels[1:])
@@ -241,8 +241,8 @@ def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     # Ranks pass buffers of one size, that of the rank with the most tokens.
     longest, hops = max(layout.size(rank) for rank in range(n_ranks)), n_ranks - 1
     # All hops of a rank go to the next one. Gradients make one hop more, which brings them home.
-    rank = torch.arange(n_ranks)
-    moved = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
+    rank = torch.arange(n_ranks, device="cpu")
+    moved = rank.new_zeros(n_ranks, n_ranks)
     moved[rank, (rank + 1) % n_ranks] = hops * longest * token
     traffic.move(moved, hops)
     home = longest * wide * n_ranks if n_ranks > 1 else 0
@@ -250,9 +250,9 @@ def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     alpha, beta = hardware.slowest(n_ranks)
     # A run of queries meets each run of keys, or each before it and itself, in a call of its own.
     every = sorted((begin, rank) for rank, runs in enumerate(layout.runs) for begin, _ in runs)
-    met = torch.arange(1, len(every) + 1) if isinstance(work.pattern, Causal) else len(every)
-    of_run = torch.tensor([rank for _, rank in every])
-    calls = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, of_run, torch.zeros_like(of_run) + met)
+    met = torch.arange(1, len(every) + 1, device="cpu") if isinstance(work.pattern, Causal) else len(every)
+    of_run = rank.new_tensor([rank for _, rank in every])
+    calls = torch.zeros_like(rank).index_add_(0, of_run, torch.zeros_like(of_run) + met)
     keys, gradients = alpha + longest * token / beta, alpha + longest * wide / beta
     step, step_backward = (
         shared_time(work.pairs * each / hardware.flops + calls * hardware.call, hardware) / n_ranks
@@ -274,12 +274,12 @@ def _exchange_heads(
     """Return who has which heads, the bytes that each rank gets, those of messages, and the seconds, ``[P]`` each."""
     layout, sizes = work.layout, work.sizes
     plan = HeadPlan(work.pattern, layout, 0, per_row, sizes.batch, sizes.heads, sizes.kv_heads)
-    heads, key_heads = (torch.tensor([end - begin for begin, end in plan.heads[kind]]) for kind in "qk")
+    heads, key_heads = (traffic.node.new_tensor([end - begin for begin, end in plan.heads[kind]]) for kind in "qk")
     # Bytes of a token's queries, keys and values that each rank gets, and of its outputs that it returns.
     size = sizes.batch * sizes.dtype.itemsize
     into = (heads * sizes.head_dim + key_heads * sizes.width_of_head) * size
     home = heads * (sizes.width_of_head - sizes.head_dim) * size
-    tokens = torch.tensor([layout.size(rank) for rank in range(layout.n_ranks)]).view(-1, per_row)
+    tokens = heads.new_tensor([layout.size(rank) for rank in range(layout.n_ranks)]).view(-1, per_row)
     # From rank to rank of each row. Tokens leave by their rank, and outputs by the rank of their heads.
     inputs, outputs = tokens.unsqueeze(2) * into, tokens.unsqueeze(1) * home.unsqueeze(1)
     for x in (inputs, outputs):
@@ -338,7 +338,7 @@ def _of_heads(work: Work, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     """Return the tiles and the pairs of each rank's heads, int64 ``[P]``."""
     grid = work.grid
     found: list[Tensor] = []
-    tokens = (grid.n_keys - grid.block * torch.arange(grid.n_rows)).clamp(max=grid.block)
+    tokens = (grid.n_keys - grid.block * torch.arange(grid.n_rows, device="cpu")).clamp(max=grid.block)
     for rank in range(plan.n_ranks):
         rule = replace(plan, rank=rank).rule
         if rank and rule == work.pattern:
@@ -410,7 +410,7 @@ def shared_time(seconds: Tensor, hardware: Hardware) -> Tensor:
     """Return when each rank ends, float64 ``[P]``, if the ranks of a node share its processors evenly."""
     node = nodes_of(len(seconds), hardware)
     ranks = torch.bincount(node)[node]
-    work = torch.zeros(len(seconds), dtype=torch.float64).index_add_(0, node, seconds.double())[node]
+    work = torch.zeros_like(seconds, dtype=torch.float64).index_add_(0, node, seconds.double())[node]
     # All take turns until the work is done, or until the longest has a processor of its own.
     turns = (ranks / hardware.processors_per_node).clamp(min=1)
     return torch.minimum(seconds * turns, torch.maximum(seconds, work / hardware.processors_per_node))
@@ -418,7 +418,7 @@ def shared_time(seconds: Tensor, hardware: Hardware) -> Tensor:
 
 def nodes_of(n_ranks: int, hardware: Hardware) -> Tensor:
     """Return the node of each rank, int64 ``[P]``."""
-    return torch.arange(n_ranks) // hardware.ranks_per_node
+    return torch.arange(n_ranks, device="cpu") // hardware.ranks_per_node
 
 
 def _link_time(moved: Tensor, link: tuple[float, float]) -> Tensor:

@@ -43,14 +43,14 @@ class Tiles:
         self.pattern, self.sizes = pattern, sizes
         self.grid = TileGrid(_BLOCK, 0, n_tokens, n_tokens)
         pattern.validate(self.grid)
-        self.row_tiles = torch.zeros(self.grid.n_rows, dtype=torch.int64)
+        self.row_tiles = torch.zeros(self.grid.n_rows, dtype=torch.int64, device="cpu")
         """int64 ``[R]``: tiles of each row tile, for all heads and batch elements."""
         self.lengths: list[Tensor] = []
         """int64 ``[R]``: tiles of each row tile, for each group of equal heads and batch elements."""
         self.parts: dict[tuple[Pattern, Sizes], Tiles] = {}
         """Tiles of some of the heads, that others have listed."""
         # Heads with equal patterns form a group, whose tiles are listed once.
-        self._group = torch.tensor(groups_of(pattern, sizes.heads, sizes.batch)[0])
+        self._group = self.row_tiles.new_tensor(groups_of(pattern, sizes.heads, sizes.batch)[0])
         self._of = of
         self._covers: list[Cover] | None = []
         self._cover_of: list[int] = []
@@ -153,14 +153,14 @@ def survey(pattern: Pattern, layout: Layout, sizes: Sizes, *, listed: Tiles | No
     rows, ranks, tokens = layout.tiles(grid.block)
     demand = demand_of(listed.needed(rows, ranks, n_ranks), layout, grid)
     # A row tile that several ranks share belongs to the last of them here.
-    rank_of_row = torch.empty(grid.n_rows, dtype=torch.int64).index_put_((rows,), ranks)
-    none = torch.zeros(n_ranks, dtype=torch.int64)
+    rank_of_row = ranks.new_empty(grid.n_rows).index_put_((rows,), ranks)
+    none = ranks.new_zeros(n_ranks)
     # Ranks build an index for each group of heads, so the largest one must fit.
     most = max(int(none.index_add(0, rank_of_row, length).max()) for length in listed.lengths)
-    reason, cut = "", torch.ones(n_ranks, dtype=torch.bool)
+    reason, cut = "", demand.needs.new_ones(n_ranks)
     try:
         check_candidates(pattern, grid, most)
-        cut = torch.tensor([is_cut(layout, rank, grid.block) for rank in range(n_ranks)])
+        cut = cut.new_tensor([is_cut(layout, rank, grid.block) for rank in range(n_ranks)])
     except ValueError as error:
         reason = str(error)
     tiles, pairs = (none.index_add(0, ranks, x) for x in (of_row[rows], of_row[rows] * tokens * grid.block))
@@ -173,11 +173,11 @@ def _sources(listed: Tiles, demand: Demand, rank_of_row: Tensor) -> Tensor:
     grid, n_ranks = listed.grid, len(demand.needs)
     # Columns that a rank does not hold: broadcast ones count 1, the others also in the upper half. A row that misses 3
     # broadcast columns and 2 others has 2 * _COLD + 5.
-    remote = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.uint8)
+    remote = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.uint8, device="cpu")
     remote[:, :-1] = torch.where(demand.is_hot, 1, 2).masked_fill(demand.holds, 0)
-    counts = torch.tensor([0, 1, _COLD + 1])
+    counts = rank_of_row.new_tensor([0, 1, _COLD + 1])
     # Sums over the columns before, so that an interval [lo, hi) misses before[hi] - before[lo].
-    before = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.int64)
+    before = counts.new_zeros(n_ranks, grid.n_cols + 1)
     before[:, 1:] = counts[remote[:, :-1].int()].cumsum_(1)
     remote, before = remote.flatten(), before.flatten()
     first_of_row = rank_of_row * (grid.n_cols + 1)
@@ -207,8 +207,8 @@ def split(work: Work, *, gather: bool = False) -> Split:
         calls = 1 + torch.bincount(ranks[1:][changes], minlength=n_ranks)
         if merged is not None:
             source = source.where((calls <= MAX_PIECES)[ranks] | (source < merged), 2)
-    runs = torch.tensor([len(held) for held in layout.runs])
-    pairs, of_rank = work.listed.row_tiles[rows] * tokens * grid.block, torch.zeros(n_ranks, dtype=torch.int64)
+    runs = rows.new_tensor([len(held) for held in layout.runs])
+    pairs, of_rank = work.listed.row_tiles[rows] * tokens * grid.block, rows.new_zeros(n_ranks)
     columns = (
         work.demand.needs if chosen.all() else work.listed.needed(rows[chosen], ranks[chosen], n_ranks)
         for chosen in (source == 1, source == 2)

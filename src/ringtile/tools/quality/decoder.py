@@ -60,7 +60,8 @@ class Decoder:
 
 def faster_dtype() -> torch.dtype:
     """Return bfloat16 if a product of matrices is faster in it than in float32 on this machine, or float32."""
-    sides = torch.ones(512, 2048), torch.ones(2048, 512)
+    side = torch.ones(512, 2048, dtype=torch.float32, device="cpu")
+    sides = side, side.view(2048, 512)
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (side.to(dtype) for side in sides)

@@ -45,7 +45,7 @@ class FarCopy:
     """Number of tokens of each copy."""
     kinds: tuple[str, str]
     """The names of the copied text and of the text between the copies."""
-    parts: Tensor = field(default_factory=lambda: torch.empty(0))
+    parts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     """The part of each token ``[N]``, if the sequence is to judge by."""
 
     def _inside(self, part: int) -> Tensor:
@@ -94,7 +94,9 @@ class Texts:
         if kind not in self._known:
             joined = "\n\n".join(self._files.values()) if self._files else _words(kind)
             # Tokenizing takes seconds, and a run draws from each text several times.
-            self._known[kind] = torch.tensor(self._encode(self._files.get(kind, joined)))
+            self._known[kind] = torch.tensor(
+                self._encode(self._files.get(kind, joined)), dtype=torch.int64, device="cpu"
+            )
         return self._known[kind]
 
     def far_copy(self, seed: int, n_tokens: int) -> FarCopy:
@@ -112,10 +114,10 @@ class Texts:
         # The last needle is a quarter of the sequence before the first question.
         last = text - (n_tokens // 4 - repeat)
         cuts = [0, *sorted(drawn.randrange(last + 1) for _ in needles), text]
-        texts = [(between[begin:end], torch.full((end - begin,), _BETWEEN)) for begin, end in pairwise(cuts)]
-        parts = [(copied, torch.full((repeat,), _FIRST)), texts[0]]
+        texts = [(between[begin:end], between.new_full((end - begin,), _BETWEEN)) for begin, end in pairwise(cuts)]
+        parts = [(copied, torch.full_like(copied, _FIRST)), texts[0]]
         parts += chain.from_iterable(zip(needles, texts[1:], strict=True))
-        parts += [(copied, torch.full((repeat,), _SECOND)), *drawn.sample(questions, len(questions))]
+        parts += [(copied, torch.full_like(copied, _SECOND)), *drawn.sample(questions, len(questions))]
         ids, of = (torch.cat(each) for each in zip(*parts, strict=True))
         return FarCopy(ids[None], repeat, (source, f"{source} with needles"), of)
 
@@ -126,7 +128,7 @@ class Texts:
         for name in drawn.sample(_NAMES, len(_NAMES)):
             digits = str(drawn.randrange(10_000, 100_000))
             sentence = f"\nThe secret number of {name} is {{}}."
-            ids = torch.tensor(self._encode(sentence.format(digits)))
+            ids = torch.tensor(self._encode(sentence.format(digits)), dtype=torch.int64, device="cpu")
             most -= len(ids)
             if most < 0:
                 break
@@ -134,9 +136,9 @@ class Texts:
             # change with it: all digits are others here, so its first and last token differ.
             other = self._encode(sentence.format("".join(str((int(digit) + 5) % 10) for digit in digits)))
             begin, end = _common(ids.tolist(), other), _common(ids.tolist()[::-1], other[::-1])
-            of = torch.full((len(ids),), _QUESTION)
+            of = torch.full_like(ids, _QUESTION)
             of[begin : len(of) - end] = _ANSWER
-            needles.append((ids, torch.full((len(ids),), _NEEDLE)))
+            needles.append((ids, torch.full_like(ids, _NEEDLE)))
             questions.append((ids, of))
         return needles, questions
 
@@ -149,7 +151,7 @@ class Texts:
             return FarCopy(whole[None], 0, (kind, kind))
         repeat = n_tokens // 4
         # Random tokens can be known only by attention to their first copy. A text could be guessed.
-        copied = torch.tensor([drawn.randrange(vocab_size) for _ in range(repeat)])
+        copied = whole.new_tensor([drawn.randrange(vocab_size) for _ in range(repeat)])
         between = self._some(kind, n_tokens - 2 * repeat, drawn)
         return FarCopy(torch.cat([copied, between, copied])[None], repeat, ("random tokens", kind))
 

@@ -44,7 +44,7 @@ from ringtile.adaptive import (
 from ringtile.adaptive.budgets import gains_of
 from ringtile.functional import Relative
 from ringtile.index import BlockIndex, build_index
-from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
+from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, Window, per_head
 
 BLOCK = 16
 ALL: list[Scores] = [
@@ -524,13 +524,71 @@ def test_batch_elements_and_heads_are_alone_and_hidden_keys_may_be_nan(scores: S
     before = attend(q[:, :, :170], k, v, early, **options)
     # No query keeps the keys from 170 on.
     later = (torch.arange(201) >= 170)[:, None]
-    poisoned = [x.masked_fill(later, math.nan) for x in (k, v)]
-    after = attend(q[:, :, :170], *poisoned, early, **options)
-    if not scores.causal_safe:
-        assert (scores(View(q[:, :, :170], poisoned[0], early)).sum(3) > 0.9).all()
-    assert after.isfinite().all()
-    if scores.causal_safe:
-        assert torch.equal(after, before)
+    for poison in (math.nan, math.inf):
+        poisoned = [x.masked_fill(later, poison) for x in (k, v)]
+        after = attend(q[:, :, :170], *poisoned, early, **options)
+        if not scores.causal_safe:
+            assert (scores(View(q[:, :, :170], poisoned[0], early)).sum(3) > 0.9).all()
+        assert after.isfinite().all()
+        if scores.causal_safe:
+            assert torch.equal(after, before)
+
+
+PADDED = torch.stack([torch.arange(109) >= 40, torch.arange(109) < 70, abs(torch.arange(109) - 50) < 20])
+"""Texts with padding before them, after them and on both sides, whose ends are inside of tiles."""
+PADDED_RULES: dict[str, Pattern] = {
+    "causal": Causal(),
+    "both sides": Window(20),
+    "sinks": Causal() & (Window(30) | GlobalTokens(4)),
+    "documents": Documents(ids=torch.arange(109) // torch.tensor([[30], [50], [35]]))
+    & per_head([Causal(), Causal() & Window(40)] * 2),
+}
+TIGHT: list[Budget | Controller] = [Density(0.0), TopP(0.01), Gain(1.5), Controller(0.5, rows=16)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "rule", "poison", "holes"),
+    all_pairs(INFORMED, list(PADDED_RULES), (0.0, math.nan, math.inf), (False, True)),
+    ids=str,
+)
+def test_padding_takes_no_key_from_a_token(scores: Scores, rule: str, poison: float, holes: bool) -> None:
+    clean = make_inputs(3, 4, 109, 109, kv_heads=2, head_dim=8, dtype=torch.float32)[:3]
+    key_mask = PADDED & (torch.rand(3, 109) < 0.7) if holes else PADDED
+    padding = ~key_mask[:, None, :, None]
+    q, k, v = (x.masked_fill(padding, poison) for x in clean)
+    base = base_of(PADDED_RULES[rule], 109, 109, batch=3)
+    assert torch.equal(*(scores(View(clean[0], x, base, key_mask)) for x in (clean[1], k)))
+    found = scores(View(q, k, base, key_mask))
+    assert found.isfinite().all()
+    pairs = kept_pairs(base, q, k, key_mask=key_mask) & ~padding
+    if isinstance(scores, Means | Antidiagonal | Rounded) and not scores.per_token:
+        live = F.pad(pairs.any(3), (0, -109 % BLOCK)).unflatten(2, (-1, BLOCK)).any(3)
+        assert found.sum(3)[live.expand(-1, 4, -1)].min() > 0.999
+    exact = weights_of(*clean[:2], pairs) @ clean[2].repeat_interleave(2, 1).double()
+    options: dict[str, Any] = {"key_mask": key_mask, "enable_gqa": True}
+    out = AdaptiveAttention(scores, Density(1.0), block=BLOCK, first=0, local=0)(q, k, v, base, **options)
+    assert (out.double() - exact).masked_fill(padding, 0).abs().max() < 1e-5
+    tile = torch.arange(109) // BLOCK
+    forced = base.to_dense() & ((tile < 1) | ((tile - tile[:, None]).abs() <= 1))
+    for tight in TIGHT:
+        kept = AdaptiveAttention(scores, tight, block=BLOCK).index(q, k, base, key_mask=key_mask)
+        assert not (forced & ~kept.to_dense()).any(), tight
+
+
+@settings(max_examples=20)
+@given(problem=maps(), p=st.floats(0.05, 0.99))
+def test_a_score_of_nan_is_the_lowest(problem: tuple[Tensor, Tensor, Tensor], p: float) -> None:
+    """Scores of yours may make one. No forced tile falls to it."""
+    scores, allowed, forced = problem
+    spoilt = scores.masked_fill(scores == 0, math.nan)
+    for budget in (*FULL, TopK(2), Density(p), TopP(p), Threshold(p / 4), Gain(p / 4)):
+        assert torch.equal(budget.keep(spoilt, allowed, forced), budget.keep(scores, allowed, forced)), budget
+    gains = gains_of(scores, allowed, forced)
+    assert torch.equal(gains_of(spoilt, allowed, forced), gains)
+    q, k, _, _ = make_inputs(2, 2, scores.shape[2] * BLOCK, scores.shape[3] * BLOCK, dtype=torch.float32)
+    view = View(q, k, build_index(Dense(), *q.shape[2:3], *k.shape[2:3], start=0, num_heads=2, batch=2, block=BLOCK))
+    kept = [Controller(0.5, rows=8).keep(view, x, allowed.expand_as(x), forced) for x in (spoilt, scores)]
+    assert torch.equal(*kept)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringtile import SparseLanguageModel, SparseTransformer
+from ringtile import SparseLanguageModel, SparseTransformer, sparse_attention
 from ringtile.adaptive import (
     AdaptiveAttention,
     AdaptiveCache,
@@ -108,6 +108,17 @@ def test_a_step_is_the_last_row_of_a_call(scores: Any) -> None:
         expected = attend(*part, is_causal=True, enable_gqa=True)
         torch.testing.assert_close(out[:, :, -1], expected[:, :, -1], rtol=0, atol=1e-12)
     assert torch.equal(kept(cache.index, x[0], 54), kept(attend.index(*x[:2], is_causal=True), x[0], 54)[:, :, -1:])
+
+
+@pytest.mark.parametrize("scores", SCORES, ids=repr)
+def test_a_window_of_padding_takes_no_key_from_a_token(scores: Any) -> None:
+    x, rule = inputs(2, tokens=90), Causal() & Window(20)
+    mask = torch.arange(90) >= torch.tensor([[45], [7]])
+    exact = sparse_attention(*x, rule, key_mask=mask, enable_gqa=True)
+    for budget in (Density(1.0), TopP(1.0), Threshold(0.0)):
+        cache = AdaptiveAttention(scores, budget, block=BLOCK, first=0, local=0).new_cache(rule)
+        outs = torch.cat(steps(cache, x, [20, 60, 61, 62, 63, 64, 65], mask), 2)
+        torch.testing.assert_close(outs, exact, rtol=0, atol=1e-12)
 
 
 def test_short_contexts_are_dense() -> None:

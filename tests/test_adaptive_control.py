@@ -239,6 +239,22 @@ def test_hidden_keys_count_for_no_head() -> None:
     for x, y in zip(found[:2], again[:2], strict=True):
         assert torch.equal(x, y)
         assert x.isfinite().all()
+    # Rows without keys miss none, and have their part of the weight.
+    pairs = base.to_dense() & key_mask[:, None, None]
+    exact = (q.double() @ k.double().mT * q.shape[3] ** -0.5).masked_fill(~pairs, -math.inf).softmax(3).nan_to_num(0)
+    kept = select(q, k, Probe(), Density(0.07), base=base, key_mask=key_mask).to_dense()
+    assert torch.allclose(found.missed, (exact * ~kept).sum(3)[0, :, rows].mean(1), atol=1e-6)
+
+
+@pytest.mark.parametrize("scores", [Blend(), Means(), Antidiagonal(8)], ids=repr)
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_calibration_by_a_padded_text_has_numbers(scores: Scores, side: str) -> None:
+    q, k, v, _ = make_inputs(1, 2, 200, head_dim=8, dtype=torch.float32)
+    key_mask = torch.arange(200)[None] >= 100 if side == "before" else torch.arange(200)[None] < 100
+    base = build_index(Causal() & Window(30), 200, num_heads=2, block=BLOCK)
+    facts = head_facts(View(q, k, base, key_mask), v, scores, torch.arange(0, 200, 9), first=0, local=0)
+    assert all(x.isfinite().all() for x in facts[:3])
+    assert not any(math.isnan(x) for x in Calibration.of([facts], {}, scores).thresholds)
 
 
 def test_a_threshold_keeps_its_density_and_gives_heads_what_they_need() -> None:
@@ -303,6 +319,9 @@ def test_a_calibration_is_stored_and_refuses_another_model(tmp_path: Path) -> No
     choice = attend.choice
     assert (choice.scores, choice.block, choice.first, choice.min_length) == (scores, 32, 2, 512)
     assert choice.budget == Gain((numbers[10] / 0.5, numbers[10] / 1.5))
+    # Thresholds fall by powers between two densities, 0.25 and 0.3 here, and from the last one but one to 0.
+    assert after.threshold(0.28) == pytest.approx(0.9**9.6, rel=1e-9)
+    assert after.threshold(0.985) == pytest.approx(0.9**18 * 0.75, rel=1e-9)
     after.check(facts)
     with pytest.raises(ValueError, match="calibration: it is of a model with heads=2, got 9"):
         after.check({**facts, "heads": 9})

@@ -19,7 +19,7 @@ _RUN = 128
 def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return numbers that put forced columns before the others that are allowed, and these before the rest."""
     # Scores are at most 1, so a forced tile, which gets 2 more, comes before all others.
-    return (scores + 2.0 * forced).masked_fill(~allowed, -1)
+    return (scores.nan_to_num(0) + 2.0 * forced).masked_fill(~allowed, -1)
 
 
 def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Budget(ABC):
         """Return the kept tiles of each row, bool in the shape of ``scores``.
 
         Args:
-            scores: float32 ``[B, H, R, C]`` that sum to 1 over the allowed tiles of a row, see `Scores`.
+            scores: float32 ``[B, H, R, C]`` that sum to 1 over the allowed tiles of a row. NaN counts as 0.
             allowed: Bool ``[B or 1, H or 1, R, C]``, the tiles to choose from.
             forced: Bool ``[R, C]``, tiles that are kept if they are allowed. They count.
         """
@@ -127,7 +127,7 @@ class TopP(Budget):
             return allowed.expand_as(scores)
         forced = allowed & forced
         order = rank_of(scores, allowed, forced).sort(dim=3, descending=True, stable=True).indices
-        inside = scores.masked_fill(~allowed, 0).gather(3, order)
+        inside = scores.nan_to_num(0).masked_fill(~allowed, 0).gather(3, order)
         # The sum before a tile, so that the tile that crosses p stays: of (0.5, 0.3, 0.2) at 0.7, the first two.
         first = inside.cumsum(3) - inside < self.p
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, order, first & (inside > 0)) & allowed | forced
@@ -158,6 +158,7 @@ class Threshold(Budget):
             raise ValueError(
                 f"least: expected one number, or one for each of {scores.shape[1]} heads, got {self.least}"
             )
+        scores = scores.nan_to_num(0)
         return kept_above(self._lowest(scores, allowed, forced), scores, allowed, forced)
 
     def _lowest(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ class Gain(Threshold):
 def gains_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return the gain of each tile, see `Gain`, for arguments as in `Budget.keep`."""
     order = rank_of(scores, allowed, allowed & forced).sort(dim=3, descending=True, stable=True).indices
-    inside = scores.masked_fill(~allowed, 0).gather(3, order)
+    inside = scores.nan_to_num(0).masked_fill(~allowed, 0).gather(3, order)
     # Added up from below, what is left of a row is as exact as its scores.
     left = inside.flip(3).cumsum(3).flip(3)
     return torch.zeros_like(scores).scatter_(3, order, inside.sqrt() * left.sqrt())

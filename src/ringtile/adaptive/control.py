@@ -77,6 +77,7 @@ class Controller:
 
     def keep(self, view: View, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         """Return the tiles that a call keeps, and report, from arguments as in `Budget.keep`."""
+        scores = scores.nan_to_num(0)
         if self.mode == "offline" and not self.fitting:
             level = self._solved()
             recall = scores.new_full(scores.shape[:2], torch.nan, dtype=torch.float64)

@@ -70,7 +70,7 @@ class Boxes(NamedTuple):
     sides: Tensor
     """``[B, Hkv, C, 2 D]`` in the query's dtype: the highest coordinates, and the lowest ones, negated."""
     bias: Tensor
-    """float32 ``[B, Hkv, C]``: logarithm of the number of keys, -inf if a box has none, or a NaN."""
+    """float32 ``[B, Hkv, C]``: logarithm of the number of keys, -inf if a box has none, or a NaN or infinity."""
 
 
 class Pooled(Scores):
@@ -357,5 +357,5 @@ def _summarized_at_once(view: View, high: Tensor, low: Tensor, leading: Tensor, 
 def boxes_of(high: Tensor, low: Tensor, log_count: Tensor, dtype: torch.dtype) -> Boxes:
     """Return the boxes of tiles for queries of a dtype."""
     sides = torch.cat((high, -low), 3).to(dtype)
-    # A later key of a query's own tile can hold NaN, and the tile's summary with it.
-    return Boxes(sides, log_count.masked_fill(sides.isnan().any(3), -math.inf))
+    # A later key of a query's own tile can hold NaN or infinity, and the tile's summary with it.
+    return Boxes(sides, log_count.masked_fill(~sides.isfinite().all(3), -math.inf))

@@ -75,12 +75,13 @@ class View:
 
     @property
     def padded_queries(self) -> Tensor:
-        """The queries of each tile, float32 ``[B, H, R, block, D]``, 0 outside the lengths."""
+        """The queries of each tile, float32 ``[B, H, R, block, D]``, 0 outside the lengths and for NaN or infinity."""
         # Queries from position 35 with block 16 begin in row tile 2, after 3 positions that are no query.
         base = self.base
         lead = base.start - base.first_row * base.block
         rest = base.n_rows * base.block - lead - base.n_queries
-        padded: Tensor = F.pad(self.query.float(), (0, 0, lead, rest)).unflatten(2, (base.n_rows, base.block))
+        query = self.query.float().nan_to_num(0, 0, 0)
+        padded: Tensor = F.pad(query, (0, 0, lead, rest)).unflatten(2, (base.n_rows, base.block))
         return padded
 
     def normalized(self, found: Tensor, inside: Tensor | None = None) -> Tensor:
@@ -218,8 +219,8 @@ def grouped_products(query: Tensor, key: Tensor) -> Tensor:
 
 def softmax(logits: Tensor, inside: Tensor) -> Tensor:
     """Return the softmax over the last dimension of what is inside, 0 elsewhere."""
-    # Keys after a query can hold NaN, and a tile's summary with them.
-    hidden = logits.isnan() | ~inside
+    # Later keys and padding can hold NaN or infinity. A row without other logits has weights of 0.
+    hidden = ~((logits.abs() < math.inf) & inside)
     return logits.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0)
 
 

@@ -15,12 +15,13 @@ import torch
 from oracle import relative_error
 from pairs import all_pairs
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index, cache_info, clear_cache, to_block_mask
 from ringtile.kernels.reference import attention_reference
 from ringtile.modules import SparseMultiheadAttention, SparseTransformer, multihead, replace_attention
-from ringtile.patterns import Blocks, Causal, Dense, GlobalTokens, Pattern, Window, per_head
+from ringtile.patterns import Blocks, Causal, Dense, GlobalTokens, Pattern, Window, from_mask, per_head
 
 E, H = 24, 4
 EXACT = 1e-12
@@ -757,6 +758,28 @@ def test_a_traced_graph_needs_the_hint() -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(20, dtype=torch.float64)
     with pytest.raises(Exception, match="a traced graph cannot look at its values"):
         torch.compile(module, fullgraph=True, backend="eager")(x, x, x, attn_mask=mask, need_weights=False)
+    with pytest.raises(
+        ValueError, match=r"attn_mask, .*cannot look at its values: expected .* got mask.shape=.*20, 20"
+    ):
+        torch.export.export(module, (x, x, x), {"attn_mask": mask, "need_weights": False}, strict=False)
+
+
+# Of torch's own reading of the tensors after a break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+def test_a_compiled_module_reads_each_mask_outside_its_graphs() -> None:
+    module, _ = modules("batch first", pattern=LOCAL)
+    x = torch.randn(1, 20, E, dtype=torch.float64)
+    torch._dynamo.reset()
+    compiled, counts = torch.compile(module, backend=(counter := CompileCounter())), []
+    for density in (0.9, 0.1, 0.5):
+        kept = torch.rand(20, 20) < density
+        q, k, v = (module._split_heads(y) for y in module._project(x, x, x))
+        expected, _ = attention_reference(q, k, v, from_mask(kept) & LOCAL)
+        expected = module.out_proj(expected.transpose(1, 2).flatten(2))
+        found = compiled(x, x, x, attn_mask=~kept, need_weights=False)[0]
+        assert relative_error(found, expected) < EXACT
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[0]
 
 
 def test_attend_is_the_one_place_where_attention_is_computed() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import make_inputs, oracle, relative_error
 from strategies import checkerboard
 from torch import Tensor
@@ -42,6 +43,7 @@ from ringtile.patterns import (
     Segments,
     Strided,
     Window,
+    from_mask,
     longformer,
     parse,
     per_head,
@@ -430,6 +432,111 @@ def test_one_graph_serves_all_patterns_as_indices(graphs: Callable[[], int]) -> 
         expected = gradients(lambda *x, pattern=pattern: sparse_attention(*x, pattern, backend="reference"), leaves)
         assert worst(actual, expected) < 1e-12
     assert graphs() == 1
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """Masked softmax by definition. A row without keys is 0."""
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~kept, -torch.inf)
+    return scores.softmax(-1).where(kept.any(-1, keepdim=True), 0) @ v
+
+
+SIDE = 70
+HELD = torch.rand(SIDE, SIDE) < 0.5
+
+
+class Held(torch.nn.Module):
+    """A module with a mask in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.rand(SIDE, SIDE) < 0.5)
+
+    def forward(self, mask: Tensor) -> Pattern:
+        self.mask.copy_(mask)
+        return from_mask(self.mask)
+
+
+def of_closure(mask: Tensor) -> Pattern:
+    HELD.copy_(mask)
+    return from_mask(HELD)
+
+
+def numbers_of(mask: Tensor) -> Tensor:
+    return (mask[0] & mask[1]).cumsum(0)
+
+
+def begins_of(mask: Tensor) -> Tensor:
+    return F.pad(mask[0, :40].sum()[None], (1, 1)) + torch.tensor([0, 0, SIDE])
+
+
+def equal(numbers: Tensor) -> Tensor:
+    return numbers[:, None] == numbers
+
+
+OF_VALUES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = {
+    "mask": (from_mask, lambda mask: mask),
+    "buffer": (Held(), lambda mask: mask),
+    "closure": (of_closure, lambda mask: mask),
+    "ids": (lambda mask: Documents(ids=numbers_of(mask)), lambda mask: equal(numbers_of(mask))),
+    "cu_seqlens": (
+        lambda mask: Causal() & Documents(cu_seqlens=begins_of(mask)),
+        lambda mask: equal(torch.arange(SIDE) < begins_of(mask)[1]).tril(),
+    ),
+    "tiles": (lambda mask: mask[:1, :1], lambda mask: mask[:1, :1].expand(SIDE, SIDE)),
+}
+"""Patterns that are read from values, and their pairs."""
+
+
+# Of torch's own reading of the tensors after a break.
+breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+
+
+@breaks
+@pytest.mark.parametrize(("pattern", "pairs"), OF_VALUES.values(), ids=OF_VALUES)
+def test_a_pattern_of_values_breaks_the_graph_and_is_read_in_each_call(
+    pattern: Callable[[Tensor], Any], pairs: Callable[[Tensor], Tensor], graphs: Callable[[], int]
+) -> None:
+    def attend(x: Tensor, mask: Tensor) -> Tensor:
+        return sparse_attention(x * 2, x, x, pattern(mask)) + 1
+
+    compiled = torch.compile(attend, backend="eager")
+    x = torch.randn(1, 2, SIDE, 8, dtype=torch.float64, requires_grad=True)
+    counts = []
+    for density in (0.3, 0.9, 0.5):
+        mask = torch.rand(SIDE, SIDE) < density
+        expected = dense(x * 2, x, x, pairs(mask)) + 1
+        found = compiled(x, mask.clone())
+        assert relative_error(found, expected) < 1e-12
+        (given, exact) = (torch.autograd.grad(out.sin().sum(), x)[0] for out in (found, expected))
+        assert relative_error(given, exact) < 1e-12
+        counts.append(graphs())
+    # One before attention and one after it, where a buffer is written in one more.
+    assert counts[-1] == counts[0] <= 3
+
+
+def test_a_pattern_without_a_text_breaks_the_graph_once(graphs: Callable[[], int]) -> None:
+    keep = torch.rand(SIDE, SIDE) < 0.5
+    x = torch.randn(1, 2, SIDE, 8, dtype=torch.float64)
+    pattern, sinks = from_mask(keep) | Elements(lambda head, query, key: query == key), torch.randn(2)
+    attend = lambda x: sparse_attention(x * 2, x, x, pattern, sinks=sinks) + 1  # noqa: E731
+    for _ in range(2):
+        found = torch.compile(attend, backend="eager")(x)
+        assert torch.equal(found, attend(x))
+    # Before, for the sinks and after.
+    assert graphs() == 3
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a traced graph builds no index; or pass a BlockIndex"):
+        torch.compile(attend, backend="eager", fullgraph=True)(x)
+
+
+def test_a_compiled_start_that_changes(graphs: Callable[[], int]) -> None:
+    compiled = torch.compile(lambda *x, start: sparse_attention(*x, Causal(), start=start), backend="eager")
+    q, k, v = torch.randn(3, 2, 2, SIDE, 8, dtype=torch.float64).unbind()
+    for start in (3, 4, 0, SIDE - 1):
+        kept = (torch.arange(SIDE) <= start).expand(1, SIDE)
+        assert relative_error(compiled(q[:, :, :1], k, v, start=start), dense(q[:, :, :1], k, v, kept)) < 1e-12
+    # The first number, and any number.
+    assert graphs() == 2
 
 
 @compiles

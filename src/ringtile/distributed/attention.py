@@ -28,11 +28,11 @@ from ringtile.functional.chosen import check_lists
 from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions
-from ringtile.kernels.traced import constant
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.chosen import split
 from ringtile.patterns.content import described
+from ringtile.patterns.traced import constant
 
 
 class Options(Keywords, RowOptions, total=False):

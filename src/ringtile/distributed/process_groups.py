@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.kernels.traced import constant
+from ringtile.patterns.traced import constant
 
 STORES: Any = dist
 """Where PyTorch documents its stores; its annotations leave them out."""

@@ -30,6 +30,7 @@ from ringtile.kernels.select import NAMES, is_logged, select, select_biased, sel
 from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid
 from ringtile.patterns.chosen import Split, split
 from ringtile.patterns.neighborhood import token_order
+from ringtile.patterns.traced import outside_graphs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -366,6 +367,35 @@ def _attend(
         return attention(query, key, value, call, prepared)
 
 
+def _needs_index(pattern: Given, backend: str | None) -> bool:
+    """Return True if a call reads its pairs from an index that is built of values."""
+    if pattern is None or isinstance(pattern, BlockIndex) or backend == "reference":
+        return False
+    if not isinstance(pattern, Pattern):
+        return True
+    found = split(pattern) if pattern.text is None else None
+    return pattern.text is None if found is None else found.rest is not None and found.rest.text is None
+
+
+@outside_graphs("pattern: expected one with a text, because a traced graph builds no index; or pass a BlockIndex")
+def _attend_outside(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Given,
+    structure: None,
+    is_causal: bool,
+    start: int | None,
+    enable_gqa: bool,
+    backend: str | None,
+    bias: Bias | tuple[Bias, ...] | None,
+    options: RowOptions,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `_attend` does, by a plan."""
+    more: Any = {"is_causal": is_causal, "start": start, "enable_gqa": enable_gqa, "backend": backend, "bias": bias}
+    return sparse_attention(query, key, value, pattern, return_lse=True, **{**options, "sinks": None, **more})
+
+
 def _attend_in_tiles(*tensors: Tensor, pattern: Neighborhood, sinks: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Move tokens to the order of compact tiles, compute attention there without sinks, and move the results back."""
     # Dynamo calls no method of a pattern that a function gave it as a constant.
@@ -590,7 +620,9 @@ def sparse_attention(
             "head_at": head_at,
             "batch_at": batch_at,
         }
-        out, lse = _attend(query, key, value, pattern, structure, is_causal, start, enable_gqa, backend, bias, options)
+        outside = torch.compiler.is_dynamo_compiling() and _needs_index(pattern, backend)
+        compute = _attend_outside if outside else _attend
+        out, lse = compute(query, key, value, pattern, structure, is_causal, start, enable_gqa, backend, bias, options)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -23,6 +23,7 @@ from ringtile.index.tiles import BLOCKS as BLOCKS
 from ringtile.index.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
 from ringtile.patterns import base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
+from ringtile.patterns.traced import outside_graphs
 
 MAX_HEADS = 1 << 16
 """Largest number of heads of an index: heads are grouped one by one."""
@@ -253,6 +254,7 @@ def set_cache_limit(limit: int) -> None:
     _cache.resize(limit)
 
 
+@outside_graphs("build_index: an index is built outside graphs, pass it in")
 def build_index(
     pattern: Pattern,
     n_queries: int,

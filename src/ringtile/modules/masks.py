@@ -13,15 +13,11 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Pat
     """Return the pairs that a mask of `torch.nn.MultiheadAttention` keeps, ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``.
 
     True or -inf drops a pair. A traced graph cannot read values: there, ``is_causal`` says that the mask is the causal
-    one. Raises ValueError if a floating-point mask has other values than 0 and -inf, or a traced graph has no hint.
+    one, and without it the graph breaks. Raises ValueError if a floating-point mask has other values than 0 and -inf,
+    or if an exported graph has no hint.
     """
-    if torch.compiler.is_compiling():
-        if is_causal and mask.shape[-1] == mask.shape[-2]:
-            return Causal()
-        raise ValueError(
-            "attn_mask: a traced graph cannot look at its values: expected is_causal=True with the square causal mask, "
-            f"or pattern= for the kept pairs, got {is_causal=}"
-        )
+    if is_causal and torch.compiler.is_compiling() and mask.shape[-1] == mask.shape[-2]:
+        return Causal()
     # Remembered until the mask changes: to read it takes a pass over all pairs, and waits for a GPU.
     return read_once(mask, _read, batch, heads)
 

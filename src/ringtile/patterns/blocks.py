@@ -13,6 +13,7 @@ from ringtile.patterns.base import Pattern, same_for_heads
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
 from ringtile.patterns.content import Content
 from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
+from ringtile.patterns.traced import outside_graphs
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention rule: batch row, head, query and key numbers to a bool."""
@@ -113,6 +114,7 @@ class Blocks(BlockPattern):
     block: int
     given_columns: bool
 
+    @outside_graphs("blocks: a traced graph cannot look at the values of a matrix")
     def __init__(
         self,
         matrix: Tensor | None = None,

@@ -12,6 +12,7 @@ from ringtile.patterns.base import Pattern, full_shape, same_for_heads
 from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.content import Content
 from ringtile.patterns.grid import FAR, TileGrid, interval_cover
+from ringtile.patterns.traced import outside_graphs
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -35,6 +36,7 @@ class Documents(Pattern):
     batched: bool
     head_class = same_for_heads
 
+    @outside_graphs("documents: a traced graph cannot look at the values of ids, or of cu_seqlens")
     def __init__(
         self, lengths: Sequence[int] | None = None, *, cu_seqlens: Tensor | None = None, ids: Tensor | None = None
     ) -> None:

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.patterns.base import Pattern, TileGrid
 from ringtile.patterns.content import Content, digest_of, memory_of
+from ringtile.patterns.traced import outside_graphs
 
 T = TypeVar("T")
 
@@ -118,6 +119,7 @@ def one_of_equals(mask: Tensor) -> Tensor:
     return mask
 
 
+@outside_graphs("from_mask: a traced graph cannot look at its values")
 def from_mask(mask: Tensor) -> Pattern:
     """Return the pattern of the pairs that a dense mask keeps.
 
@@ -180,8 +182,20 @@ _SMALL = 1 << 24
 _readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+_REFUSED = (
+    "attn_mask, attention_mask: a traced graph cannot look at its values: expected a pattern, a mask of keys, or "
+    "is_causal=True with the square causal mask"
+)
+
+
+@outside_graphs(_REFUSED)
 def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
-    """Return ``read(mask, *arguments)``, made once until the values of the mask change."""
+    """Return ``read(mask, *arguments)``, made once until the values of the mask change.
+
+    Raises ValueError in a graph that `torch.export` makes.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{_REFUSED}, got {mask.shape=}")
     # Inference tensors do not count their changes.
     if mask.is_inference():
         return read(mask, *arguments)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ringtile.patterns.base import Pattern, full_shape, same_for_heads
 from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.grid import Cover, TileGrid, number_pairs
+from ringtile.patterns.traced import constant
 
 _BLOCK = 128
 """Tokens of the tiles that attention computes whole."""
@@ -177,18 +178,15 @@ class Axis(NamedTuple):
         return first, first + self.window - 1
 
 
+@constant
 def _in_tiles(*numbers: tuple[int, ...]) -> Neighborhood:
     return _compact(*numbers)
 
 
+@constant
 def token_order(size: Sequence[int], dilation: Any, tile: Sequence[int] | None) -> Tensor:
     """Return the order of the tokens of a `Neighborhood`, of its attributes. See `Neighborhood.order`."""
     return _order(tuple(size), dilation, tuple(tile or dilation))
-
-
-# A compiled call has the result as a constant. The decorator of this name would import Dynamo.
-_in_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
-token_order._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # Cache of the tiles of grids. Key: the arguments. Bound: 16. Owner: the process. A layer asks in each call.

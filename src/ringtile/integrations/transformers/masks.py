@@ -430,8 +430,6 @@ _outside_graphs = torch.compiler.disable(
 
 def kept_by_mask(mask: Tensor, query: Tensor, n_keys: int) -> KeptPairs:
     """Return the pairs that a mask of a model or its caller keeps: bool, or float with 0 and very small values."""
-    if torch.compiler.is_compiling():
-        raise ValueError("attention_mask: torch.compile needs a mask [B, N] of the tokens, got one of all pairs")
     batch, heads, n_queries, _ = query.shape
     allowed = ({1, batch}, {1, heads}, {1, n_queries}, {n_keys})
     if mask.dim() != 4 or any(size not in sizes for size, sizes in zip(mask.shape, allowed, strict=True)):

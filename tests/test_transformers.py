@@ -771,6 +771,108 @@ def test_weights_are_given_where_a_config_asks_and_drop_what_the_output_drops() 
         use_ringtile(model, attend=lambda query, key, value, **options: query)(ids)
 
 
+_TWO_SIDES = dict(
+    **dict(vocab_size=97, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+)
+_SOUND = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+COMPUTE_WITH_THEIR_MASK: dict[str, Callable[[], tuple[type, Any]]] = {
+    "BigBirdPegasus": lambda: (
+        hf.BigBirdPegasusModel,
+        hf.BigBirdPegasusConfig(**_TWO_SIDES, max_position_embeddings=512, block_size=16, num_random_blocks=1),
+    ),
+    "NLLB-MoE": lambda: (
+        hf.NllbMoeModel,
+        hf.NllbMoeConfig(**_TWO_SIDES, num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2, expert_capacity=3),
+    ),
+    "Siglip2": lambda: (
+        hf.Siglip2VisionModel,
+        hf.Siglip2VisionConfig(**_SOUND, num_patches=16, patch_size=4),
+    ),
+    "Gemma 4 audio": lambda: (
+        hf.Gemma4AudioModel,
+        hf.Gemma4AudioConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, output_proj_dims=32, attention_chunk_size=4
+        ),
+    ),
+    "LASR": lambda: (
+        hf.LasrEncoder,
+        hf.LasrEncoderConfig(**_SOUND, num_mel_bins=16, subsampling_conv_channels=16, conv_kernel_size=7),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTE_WITH_THEIR_MASK)
+def test_a_model_that_computes_with_its_mask(name: str) -> None:
+    first = model_of(*COMPUTE_WITH_THEIR_MASK[name](), "eager")
+    real = padding("right", 2, 96)
+    inputs: dict[str, Any] = {"input_features": torch.randn(2, 96, 16), "attention_mask": real}
+    if name == "Gemma 4 audio":
+        inputs["input_features"] = torch.randn(2, 96, 128)
+    if name == "Siglip2":
+        inputs = {"pixel_values": torch.randn(2, 16, 48), "spatial_shapes": torch.tensor([[4, 4], [3, 4]])}
+        inputs["pixel_attention_mask"] = torch.arange(16) < torch.tensor([[16], [12]])
+    if isinstance(first, hf.BigBirdPegasusModel | hf.NllbMoeModel):
+        tokens = torch.randint(3, 97, (2, 96))
+        inputs = {"input_ids": tokens, "attention_mask": real.long(), "decoder_input_ids": tokens[:, :9]}
+    with torch.no_grad():
+        expected, found = (model(**inputs) for model in (first, use_ringtile(copy.deepcopy(first))))
+    rows = slice(None)
+    if name in ("Siglip2", "LASR"):
+        rows = inputs["pixel_attention_mask"] if name == "Siglip2" else real[:, 3::4][:, : expected[0].shape[1]]
+    torch.testing.assert_close(found[0][rows], expected[0][rows], rtol=0, atol=TOLERANCE)
+    if name == "Siglip2":
+        torch.testing.assert_close(found.pooler_output, expected.pooler_output, rtol=0, atol=TOLERANCE)
+
+
+def test_models_that_cannot_run_are_refused_before_their_first_call() -> None:
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    series = dict(prediction_length=2, d_model=16, encoder_layers=1, decoder_layers=1)
+    for made, config, part in (
+        (hf.DogeModel, hf.DogeConfig(**sizes, vocab_size=97), "DogeAttention"),
+        (hf.UdopEncoderModel, hf.UdopConfig(d_model=32, d_ff=32, num_layers=1, num_heads=4, d_kv=8), "UdopAttention"),
+        (hf.InformerModel, hf.InformerConfig(**series), "InformerProbSparseAttention"),
+    ):
+        model = made(config)
+        before = model.config._attn_implementation
+        message = f"model: expected parts that use transformers' .* got {part}, whose attention .* a bias of all pairs"
+        with pytest.raises(ValueError, match=message):
+            use_ringtile(model)
+        assert model.config._attn_implementation == before
+    use_ringtile(hf.InformerModel(hf.InformerConfig(**series, attention_type="full")))
+
+
+def test_a_model_with_two_texts() -> None:
+    codec = hf.EncodecConfig(hidden_size=32, codebook_size=64, codebook_dim=32, num_filters=2, upsampling_ratios=[8, 4])
+    sizes = dict(hidden_size=32, num_hidden_layers=1, ffn_dim=37, num_attention_heads=4)
+    decoder = hf.MusicgenDecoderConfig(**sizes, vocab_size=64, num_codebooks=2, pad_token_id=64, bos_token_id=64)
+    parts = {"text_encoder": hf.T5Config(**T5), "audio_encoder": codec, "decoder": decoder}
+    config = hf.MusicgenConfig(**{name: part.to_dict() for name, part in parts.items()})
+    first = model_of(hf.MusicgenForConditionalGeneration, config, "eager")
+    inputs = {"input_ids": torch.randint(3, 97, (2, 20)), "decoder_input_ids": torch.randint(0, 64, (4, 9))}
+    with torch.no_grad():
+        expected, found = (model(**inputs)[0] for model in (first, use_ringtile(copy.deepcopy(first))))
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_number_that_the_kept_pairs_of_a_row_share_changes_nothing() -> None:
+    query, keep = torch.randn(3, 2, 4, 30, 8), torch.rand(2, 4, 30, 30) < 0.3
+    keep[..., 0] = True
+    module = nn.Module()
+    expected = attend(None, module, *query, keep)[0]
+    numbers = torch.randn(2, 4, 30, 1)
+    for low in (-1e4, -1e9, -torch.inf):
+        found = attend(None, module, *query, torch.where(keep, numbers, low))[0]
+        assert torch.equal(found, expected)
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match=r"a float mask of one number per row, .* a bias on the scores is not"):
+            attend(None, module, *query, torch.where(keep, numbers, -1e9).index_fill(2, torch.tensor([7]), wrong))
+    with pytest.raises(ValueError, match="a float mask of one number per row"):
+        attend(None, module, *query, torch.where(keep, numbers + (torch.arange(30) == 0), -1e9))
+
+
 def test_a_bias_on_the_scores_is_refused() -> None:
     model = hf.T5ForConditionalGeneration._from_config(hf.T5Config(**T5), attn_implementation="ringtile")
     with pytest.raises(ValueError, match=r"position_bias: ringtile does not support a bias|one that computes with it"):
@@ -788,7 +890,7 @@ def test_a_bias_on_the_scores_is_refused() -> None:
         (torch.ones(3, 1, 20, 20, dtype=torch.bool), r"expected \[2, 1 or 2, 20, 20\]"),
         (torch.ones(2, 3, 20, 20, dtype=torch.bool), r"expected \[2, 1 or 2, 20, 20\]"),
         (torch.ones(2, 1, 20, 20, dtype=torch.long), "expected bool, or a float mask"),
-        (torch.ones(2, 1, 20, 20), "expected bool, or a float mask"),
+        (torch.ones(2, 1, 20, 20).tril(), "expected bool, or a float mask"),
     ],
 )
 def test_other_masks_are_refused(mask: Tensor, message: str) -> None:

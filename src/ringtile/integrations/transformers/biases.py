@@ -132,6 +132,14 @@ def _attend_parakeet(
     return module.o_proj(out), weights
 
 
+def _convolve_lasr(module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    if isinstance(attention_mask, PatternMask):
+        # The convolution asks for the keys that all queries drop, and one query says it for all.
+        real = attention_mask.kept.key_mask
+        attention_mask = None if real is None else real[:, None, None]
+    return type(module).forward(module, hidden_states, attention_mask)  # type: ignore[no-any-return]
+
+
 def _attend_granite5(
     module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None, **options: Any
 ) -> _Result:
@@ -335,6 +343,7 @@ _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
     **{f"{family}SelfAttention": {"forward": _attend_wav2vec2} for family in _WAV2VEC2},
     "ParakeetEncoder": {"_get_output_attention_mask": _frames},
     "ParakeetEncoderAttention": {"forward": _attend_parakeet},
+    "LasrEncoderConvolutionModule": {"forward": _convolve_lasr},
     "GraniteSpeech5EncoderAttention": {"forward": _attend_granite5},
     "GraniteSpeechConformerAttention": {"forward": _attend_granite},
     "GraniteSpeechPlusConformerAttention": {"forward": _attend_granite},

@@ -5,6 +5,7 @@ mask of it. The result travels through the model to the attention function. It m
 is one without memory, a `PatternMask`, that carries the kept pairs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import and_, or_
@@ -337,6 +338,8 @@ CHOSEN = "use_ringtile"
 """The implementation of all models that `use_ringtile` switched. Their modules keep what it chose."""
 _COMPUTED = {"deepseek_v4", "qwen4_exp_text"}
 """Models that compute with their mask and hand over the result, of all pairs, unless `use_ringtile` changed them."""
+_EAGER = {"bigbird_pegasus", "gemma4_audio", "lightglue", "nllb-moe", "t5gemma2_decoder"}
+"""Models that compute with the values of their mask: they route, reorder, cut or join it, or attend by hand."""
 
 
 def is_streamed(config: Any) -> bool:
@@ -352,8 +355,8 @@ def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Ten
     config: Any = options.get("config")
     kind = getattr(config, "model_type", None)
     is_computed = kind in _COMPUTED
-    # T5Gemma2 joins this mask with that of its encoder's keys.
-    if kind == "t5gemma2_decoder" or (is_computed and not is_streamed(config)):
+    is_head = kind == "siglip2_vision_model" and options["q_length"] == 1
+    if kind in _EAGER or is_head or (is_computed and not is_streamed(config)):
         from transformers.masking_utils import eager_mask
 
         mask: Tensor = eager_mask(attention_mask=attention_mask, **options)
@@ -429,7 +432,7 @@ _outside_graphs = torch.compiler.disable(
 
 
 def kept_by_mask(mask: Tensor, query: Tensor, n_keys: int) -> KeptPairs:
-    """Return the pairs that a mask of a model or its caller keeps: bool, or float with 0 and very small values."""
+    """Return the pairs that a mask of a model or its caller keeps: bool, or float with very small values."""
     batch, heads, n_queries, _ = query.shape
     allowed = ({1, batch}, {1, heads}, {1, n_queries}, {n_keys})
     if mask.dim() != 4 or any(size not in sizes for size, sizes in zip(mask.shape, allowed, strict=True)):
@@ -444,11 +447,14 @@ def kept_by_mask(mask: Tensor, query: Tensor, n_keys: int) -> KeptPairs:
 def _kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
     keep = mask
     if mask.dtype != torch.bool:
-        keep = mask == 0
-        if not mask.is_floating_point() or not bool((keep | (mask <= _DROPPED)).all()):
+        dropped = mask <= _DROPPED
+        keep = ~dropped
+        # A number that all kept pairs of a row share changes no softmax.
+        same = (mask == mask.amax(-1, keepdim=True)) & (mask < math.inf)
+        if not mask.is_floating_point() or not bool((dropped | same).all()):
             raise ValueError(
-                "attention_mask: expected bool, or a float mask of 0 and values of -1e4 or less, got other values in "
-                f"{mask.dtype}; a bias on the scores is not supported"
+                "attention_mask: expected bool, or a float mask of one number per row, such as 0, and values of -1e4 "
+                f"or less, got other values in {mask.dtype}; a bias on the scores is not supported"
             )
     start = n_keys - n_queries
     if n_queries == 1 and keep.shape[1] == 1:

@@ -41,6 +41,12 @@ OLDEST = (5, 5)
 
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
 _OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
+_OWN_SCORES = set(
+    "DogeAttention InformerProbSparseAttention InklingAttention Inkling2FullAttention Inkling2SlidingAttention "
+    "NemotronAsrStreamingEncoderAttention PPDocLayoutV2ReadingOrder Sam3DetrDecoder Sam3LiteTextDetrDecoder "
+    "UdopAttention".split()
+)
+"""Parts that look up an attention function, or are in the file of one that does, and cannot use this one."""
 _SAMPLE = 1024
 """Values of each parameter that the hash of a model covers."""
 
@@ -182,12 +188,13 @@ def use_ringtile(
         got = f"{type(model).__name__}; pass the {' or '.join(inside)} in it" if inside else repr(model)
         raise ValueError(f"model: expected a model of transformers, got {got}")
     kind = model.config.model_type
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     check_attend(attend)
     check_decode(decode)
     for name, what, each in (("attend", "function", attend), ("decode", "choice", decode)):
-        if isinstance(each, Sequence | nn.ModuleList) and len(each) != layers:
-            raise ValueError(f"{name}: expected one {what} per layer for {layers} layers, got {len(each)}")
+        if isinstance(each, Sequence | nn.ModuleList):
+            layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+            if len(each) != layers:
+                raise ValueError(f"{name}: expected one {what} per layer for {layers} layers, got {len(each)}")
     if is_stateful(attend):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)
@@ -263,12 +270,13 @@ def switch(model: Any, name: str) -> Callable[[], None]:
         model.set_attn_implementation(name)
     ours = [x for x in parts if x.config._attn_implementation == name]
     by_hand = [x for x in ours if _is_by_hand(cast(Any, type(x))) and not (name == CHOSEN and is_replaced(type(x)))]
-    stayed = sorted({type(x).__name__ for x in parts if x not in ours or x in by_hand})
+    stayed = {type(x).__name__ for x in parts if x not in ours or x in by_hand}
+    stayed |= _OWN_SCORES & {type(module).__name__ for module in model.modules()}
     if stayed:
         switch_back()
         raise ValueError(
-            f"model: expected parts that use transformers' attention interface, got {', '.join(stayed)}, whose "
-            "attention is written by hand"
+            f"model: expected parts that use transformers' attention interface, got {', '.join(sorted(stayed))}, whose "
+            "attention is written by hand or has a bias of all pairs"
         )
     return switch_back
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 import re
 from typing import Any
 
@@ -123,6 +126,21 @@ def test_the_loss_of_a_call_is_that_of_its_indexer_alone(warm_up: bool) -> None:
     # Out of training, attention is over the chosen keys.
     chosen = weights(q, k, kept, 0.3) @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(attend.eval()(q, k, v, **how), chosen, rtol=1e-11, atol=1e-11)
+
+
+def test_a_module_that_learned_is_copied_and_stored_without_its_loss() -> None:
+    q, k, v, _ = make_inputs(1, 4, 40, kv_heads=2)
+    attend = trained()
+    expected, loss = attend(q, k, v, enable_gqa=True), attend.loss
+    file = io.BytesIO()
+    torch.save(attend, file)
+    file.seek(0)
+    for other in (copy.deepcopy(attend), pickle.loads(pickle.dumps(attend)), torch.load(file, weights_only=False)):
+        with pytest.raises(RuntimeError, match="loss: the last call recorded no gradient"):
+            _ = other.loss
+        assert torch.equal(other.eval()(q, k, v, enable_gqa=True), expected)
+    assert torch.optim.swa_utils.AveragedModel(attend).module.keys == 20
+    assert attend.loss is loss
 
 
 def test_an_indexer_starts_with_the_closest_products_of_its_rank() -> None:

@@ -126,6 +126,10 @@ class IndexedAttention(nn.Module):
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
         super()._load_from_state_dict(state_dict, prefix, *options)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and files hold no graph, so they hold no loss.
+        return self.__dict__ | {"_loss": None}
+
     @property
     def loss(self) -> Tensor:
         """The `index_loss` of the last call in training.

@@ -847,6 +847,24 @@ def test_drawing_refuses(draw: Callable[[], str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "combine",
+    [
+        lambda a, b: a and b,
+        lambda a, b: a or b,
+        lambda a, b: not a,
+        lambda a, b: b if a & b else a,
+        lambda a, b: bool(per_head([a, b])),
+        lambda a, b: all([a, b]),
+    ],
+)
+def test_a_pattern_has_no_truth_value(combine: Callable[[Pattern, Pattern], object]) -> None:
+    with pytest.raises(
+        TypeError, match="combine patterns with &, | and ~, not with and, or and not".replace("|", r"\|")
+    ):
+        combine(Causal(), Window(64))
+
+
+@pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: Window(-1), "left=-1"),

@@ -141,7 +141,7 @@ def rules_of(
 def _rules(
     at: Sequence[tuple[int, int]], pattern: Pattern | None, is_causal: bool, overlap: str
 ) -> tuple[Branch, ...] | None:
-    each = tuple(Branch(length, rate, pattern or _DENSE) for length, rate in at)
+    each = tuple(Branch(length, rate, _DENSE if pattern is None else pattern) for length, rate in at)
     found = _disjoint(each, pattern) if overlap == "union" else each
     if found is None or not is_causal:
         return found

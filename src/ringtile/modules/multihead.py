@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
-from ringtile.functional.attend import Attend, checked_rule
+from ringtile.functional.attend import Attend, checked_rule, rules_of
 from ringtile.index import build_index
 from ringtile.modules.masks import read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import tile_weights
@@ -377,8 +377,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], average_attn_weights: bool
     ) -> tuple[Tensor, Tensor]:
         out, lse = sparse_attention(q, k, v, **how, return_lse=True)
-        rule = how["pattern"] or Dense()
-        rule = Causal() & rule if how["is_causal"] else rule
+        (rule,) = rules_of(sparse_attention, how["pattern"], how["is_causal"])
         index = build_index(rule, q.shape[2], k.shape[2], num_heads=q.shape[1], batch=len(q), device=q.device)
         options = {"key_mask": how["key_mask"], "scale": self.head_dim**-0.5, "average": average_attn_weights}
         return out, tile_weights(q, k, lse, index, **options)

@@ -247,6 +247,9 @@ class Pattern:
     def __invert__(self) -> Pattern:
         return Not(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError("a pattern has no truth value: combine patterns with &, | and ~, not with and, or and not")
+
     def __repr__(self) -> str:
         return self.text if self.text is not None else f"<{type(self).__name__} without a text form>"
 
@@ -257,6 +260,12 @@ class Pattern:
 def same_for_heads(self: Pattern, head: int) -> Hashable:
     """Return one class for all heads: the `head_class` of rules that ignore the head."""
     return None
+
+
+def sized(pattern: Pattern, size: int) -> Pattern:
+    """Return a pattern with its free parameter set to ``size``, if it has one."""
+    resized = pattern.resized(size)
+    return pattern if resized is None else resized
 
 
 def full_shape(kept: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -370,8 +379,8 @@ class _Pair(Composed, rule=("allowed",)):
         if self.free_rank is None:
             return None
         if self.first.free_rank == self.free_rank:
-            return type(self)(self.first.resized(size) or self.first, self.second)
-        return type(self)(self.first, self.second.resized(size) or self.second)
+            return type(self)(sized(self.first, size), self.second)
+        return type(self)(self.first, sized(self.second, size))
 
 
 def _joined(sign: str, first: Pattern, second: Pattern) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Composed, Dense, Pattern, Wrapper
+from ringtile.patterns.base import Composed, Dense, Pattern, Wrapper, sized
 from ringtile.patterns.grid import Cover, TileGrid, interval_cover
 from ringtile.patterns.local import Segments
 
@@ -82,7 +82,7 @@ class PerHead(_ByHead):
 
     def resized(self, size: int) -> Pattern | None:
         """Resize every head that has a free parameter."""
-        return None if self.free_rank is None else PerHead(tuple(p.resized(size) or p for p in self.patterns))
+        return None if self.free_rank is None else PerHead(tuple(sized(p, size) for p in self.patterns))
 
 
 def per_head(patterns: Sequence[Pattern]) -> Pattern:

@@ -260,7 +260,7 @@ def learned(
     learning = _learning(attention)
     if learning is None:
         return chosen
-    chosen, known = chosen or learning.chosen, learning.scored
+    chosen, known = learning.chosen if chosen is None else chosen, learning.scored
     learning.scored = learning.chosen = None
     if known is not None:
         rule, n_scores = known.pop("visible", kept), known["index_key"].shape[2]

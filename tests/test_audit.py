@@ -128,7 +128,7 @@ def test_invalid_calls_are_refused() -> None:
     index: BlockIndex = build_index(Causal(), N, num_heads=2)
     for options, message in (
         ({"rows": 0}, "rows: expected a positive integer, got 0"),
-        ({"key_mask": torch.ones(N, dtype=torch.bool)}, "key_mask: expected bool"),
+        ({"key_mask": torch.ones(N, dtype=torch.bool)}, r"key_mask: expected shape \(1, 150\)"),
         ({"reference": build_index(Causal(), N, block=16)}, "reference: expected the lengths"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -11,10 +11,25 @@ from typing import Any
 import pytest
 import torch
 from strategies import checkerboard
-from torch import Tensor
+from torch import Tensor, nn
 
-from ringtile import build_index, longnet_attend, merge_attention, sparse_attention
+from ringtile import (
+    Relative,
+    SparseLanguageModel,
+    SparseMultiheadAttention,
+    SparseTransformer,
+    build_index,
+    dilated_attention,
+    in_slices,
+    longnet_attend,
+    merge_attention,
+    sparse_attention,
+)
+from ringtile.adaptive import AdaptiveAttention, IndexedAttention, audit, index_loss, index_topk
+from ringtile.adaptive.choice import Choice
+from ringtile.functional.cache import LayerCache
 from ringtile.index import cache_info, clear_cache, set_cache_limit, to_block_mask
+from ringtile.kernels.reference import attention_reference
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -95,6 +110,15 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "freed key_lengths": ({"key_lengths": freed(zeros(2).long())}, "key_lengths", "memory", "[2]"),
     "freed alibi_slopes": ({"alibi_slopes": freed(zeros(4))}, "alibi_slopes", "memory", "[4]"),
     "freed seed": ({"dropout_p": 0.1, "seed": freed(zeros(1).long())}, "seed", "memory", "[1]"),
+    # Lists and arrays.
+    "query of numbers": ({"query": [[[[0.0] * 3] * 6] * 4] * 2}, "query", "a tensor", "list"),
+    "key of numpy": ({"key": zeros(2, 2, 8, 3).numpy()}, "key", "a tensor", "ndarray"),
+    "value of numpy": ({"value": zeros(2, 2, 8, 5).numpy()}, "value", "a tensor", "ndarray"),
+    "list of key_mask": ({"key_mask": [[True] * 8] * 2}, "key_mask", "a tensor", "list"),
+    "list of key_lengths": ({"key_lengths": [3, 4]}, "key_lengths", "a tensor", "list"),
+    "list of alibi_slopes": ({"alibi_slopes": [0.1] * 4}, "alibi_slopes", "a tensor", "list"),
+    "list of sinks": ({"sinks": [0.0] * 4}, "sinks", "a tensor", "list"),
+    "list of head_at": ({"head_at": range(4), "dropout_p": 0.1}, "head_at", "a tensor", "range"),
     # Masks.
     "shape of key_mask": ({"key_mask": zeros(2, 6).bool()}, "key_mask", "(2, 8)", "[2, 6]"),
     "key_mask for each query": ({"key_mask": zeros(2, 6, 8).bool()}, "key_mask", "(2, 8)", "[2, 6, 8]"),
@@ -121,6 +145,13 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "softcap nan": ({"softcap": math.nan}, "softcap", "finite", "nan"),
     "infinite scale": ({"scale": -math.inf}, "scale", "finite", "-inf"),
     "scale nan": ({"scale": math.nan}, "scale", "finite", "nan"),
+    "learned scale": ({"scale": nn.Parameter(torch.tensor(0.3))}, "scale", "query * scale, with", "a Parameter"),
+    "scale of text": ({"scale": "a"}, "scale", "a finite number", "'a'"),
+    "scale of truth": ({"scale": True}, "scale", "a finite number", "True"),
+    "learned softcap": ({"softcap": nn.Parameter(torch.tensor(20.0))}, "softcap", ">= 0", "a Parameter"),
+    "softcap of truth": ({"softcap": True}, "softcap", ">= 0", "True"),
+    "learned dropout": ({"dropout_p": torch.tensor(0.0)}, "dropout_p", "[0, 1)", "a Tensor"),
+    "dropout of truth": ({"dropout_p": False}, "dropout_p", "[0, 1)", "False"),
     "start of no integer": ({"start": 1.5}, "start", "integer", "1.5"),
     "start of no number": ({"start": "now"}, "start", "integer", "'now'"),
     "start too far": ({"start": 2**40 - 5}, "start", "less than 2**40", f"start={2**40 - 5}"),
@@ -330,6 +361,26 @@ PARTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "branches of unequal number": (lambda: longnet_attend([8, 16], [1]), "dilation_rates=[1]"),
     "branches without tokens": (lambda: longnet_attend([0], [1]), "segment_lengths=0"),
+    "rule with an if": (
+        lambda: build_index(Elements(lambda head, query, key: key < query if query > 3 else key > 3), 8),
+        "torch.where in place of and and if, got RuntimeError: Boolean value of Tensor",
+    ),
+    "rule of two arguments": (
+        lambda: build_index(Elements(lambda query, key: key < query), 8),
+        "fn to compute on three tensors, mask_mod on four, with & and torch.where in place of and and if, got Type",
+    ),
+    "mask_mod with an if": (
+        lambda: build_index(Elements.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx < kv_idx if q_idx > 3 else h), 8),
+        "torch.where in place of and and if, got RuntimeError: vmap: It looks like",
+    ),
+    "texts of documents": (lambda: Documents(ids="abc"), "ids to be a tensor or a list of numbers, got 'abc'"),
+    "documents of unequal rows": (lambda: Documents(ids=[[0, 1], [0]]), "ids to be a tensor or a list of numbers"),
+    "list of a mask of numbers": (lambda: from_mask([[1, 0]]), "mask.dtype=torch.int64"),
+    "list of a matrix of numbers": (lambda: Blocks([[1, 0]]), "matrix.dtype=torch.int64"),
+    "reference of lists": (
+        lambda: attention_reference(*[zeros(1, 1, 2, 3)] * 3, Causal(), sinks=[0.0]),
+        "sinks: expected shape (1,), got [0.0]",
+    ),
     "no rule": (lambda: Elements(3), "fn=3"),
     "no heads": (lambda: per_head([]), "()"),
     "heads that are no patterns": (lambda: per_head([3]), "3"),
@@ -362,3 +413,82 @@ def test_the_same_is_refused_while_compiling() -> None:
     attend = torch.compile(lambda x: sparse_attention(x, x, x, pattern), backend="eager")
     with pytest.raises(Exception, match="documents of 7 tokens expects n_keys=7, got n_keys=8"):
         attend(zeros(1, 1, 8, 2))
+
+
+def test_lists_and_arrays_make_the_patterns_of_their_tensors() -> None:
+    starts, ids, mask = [0, 2, 5], [[0, 0, 1], [0, 1, 1]], [[True, False], [True, True]]
+    for read in (list, tuple, lambda x: torch.tensor(x).numpy()):
+        assert Documents(cu_seqlens=read(starts)) == Documents([2, 3])
+        assert Documents(ids=read(ids)) == Documents(ids=torch.tensor(ids))
+        assert from_mask(read(mask)).draw(2) == Causal().draw(2)
+        assert Blocks(read(mask)) == Blocks(torch.tensor(mask))
+        assert Blocks(row_ptr=read([0, 1, 3]), col=read([0, 0, 1])).draw(256, width=2) == Causal().draw(2)
+
+
+def test_modules_and_functions_name_what_is_no_tensor() -> None:
+    x, q = zeros(2, 8, 16), zeros(2, 4, 8, 4)
+    pad, keep = [[False] * 8] * 2, [[True] * 8] * 2
+    model = SparseTransformer(1, 16, 4, is_causal=True)
+    layers = SparseMultiheadAttention(16, 4, batch_first=True, pattern=Causal())
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("query", lambda: layers(x.tolist(), x, x)),
+        ("key_padding_mask", lambda: layers(x, x, x, key_padding_mask=pad)),
+        ("attn_mask", lambda: layers(x, x, x, attn_mask=pad)),
+        ("x", lambda: model(x.tolist())),
+        ("key_mask", lambda: model(x, keep)),
+        ("positions", lambda: model(x, positions=list(range(8)))),
+        ("tokens", lambda: SparseLanguageModel(9, model).eval().generate([[1, 2]], 1)),
+        ("key", lambda: LayerCache(Causal()).attend(q, q.tolist(), q)),
+        ("key_mask", lambda: LayerCache(Causal()).attend(q, q, q, key_mask=keep)),
+        ("key_mask", lambda: in_slices(2)(q, q, q, key_mask=keep)),
+        ("key_mask", lambda: AdaptiveAttention()(q, q, q, key_mask=keep)),
+        ("key_mask", lambda: IndexedAttention(4, 4, keys=32, dim=2)(q, q, q, key_mask=keep)),
+        ("key_mask", lambda: index_topk(q, q, 4, groups=4, key_mask=keep)),
+        ("lses", lambda: merge_attention([q], [[0.0]])),
+        ("weight", lambda: Relative.t5([[1.0]], 3, 3, bidirectional=True)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=rf"\A{name}: expected a tensor, got list\Z"):
+            call()
+    with pytest.raises(ValueError, match=r"index: expected a BlockIndex, got Causal"):
+        audit(q, q, q, Causal())
+
+
+@pytest.mark.parametrize("scale", ["a", True, math.nan, nn.Parameter(torch.tensor(0.3))])
+def test_a_scale_that_is_no_number_is_refused_by_every_function(scale: Any) -> None:
+    q = zeros(1, 2, 8, 4)
+    calls: list[Callable[..., Any]] = [
+        lambda **how: dilated_attention(q, q, q, [4], [1], **how),
+        lambda **how: in_slices(2)(q, q, q, **how),
+        lambda **how: attention_reference(q, q, q, Causal(), **how),
+        lambda **how: AdaptiveAttention(min_length=9)(q, q, q, **how),
+        lambda **how: AdaptiveAttention()(q, q, q, **how),
+        lambda **how: Choice(min_length=9).view(q, q, **how),
+        lambda **how: IndexedAttention(2, 4, keys=32, dim=2)(q, q, q, **how),
+        lambda **how: index_loss(q, q, q, q, groups=2, **how),
+        lambda **how: audit(q, q, q, build_index(Causal(), 8), **how),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"\Ascale: expected a finite number, got "):
+            call(scale=scale)
+
+
+def test_dropout_and_temperature_are_numbers() -> None:
+    model = SparseTransformer(1, 16, 4, is_causal=True)
+    calls: list[tuple[str, Callable[[Any], Any]]] = [
+        ("dropout", lambda p: SparseMultiheadAttention(16, 4, dropout=p)),
+        ("dropout", lambda p: SparseTransformer(1, 16, 4, dropout=p)),
+        ("temperature", lambda t: SparseLanguageModel(9, model).eval().generate(zeros(1, 2).long(), 1, temperature=t)),
+    ]
+    for wrong in ("a", True, nn.Parameter(torch.tensor(0.1)), math.nan):
+        for name, call in calls:
+            with pytest.raises(ValueError, match=rf"\A{name}: expected a .*, got "):
+                call(wrong)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    np = pytest.importorskip("numpy")
+    q = torch.randn(1, 2, 8, 4)
+    want = sparse_attention(q, q, q, Causal(), scale=0.25, softcap=2.0)
+    for kind in (np.float16, np.float32, np.float64):
+        assert torch.equal(sparse_attention(q, q, q, Causal(), scale=kind(0.25), softcap=kind(2)), want)

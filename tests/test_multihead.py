@@ -841,7 +841,7 @@ def test_repr_tells_what_differs() -> None:
     [
         ({"embed_dim": 10}, "embed_dim: expected a positive multiple of num_heads, got embed_dim=10, num_heads=4"),
         ({"num_heads": 0}, "embed_dim: .* num_heads=0"),
-        ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), got dropout=1.0"),
+        ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), got 1.0"),
         ({"kdim": 0}, "kdim: expected a positive width or None, got kdim=0"),
         ({"vdim": -1}, "vdim: .* got vdim=-1"),
         ({"pattern": "causal"}, "pattern: expected a Pattern, a BlockMask or a bool matrix of tiles, got str"),

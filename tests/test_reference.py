@@ -289,7 +289,7 @@ def test_relative_error_tells_wrong_results_apart():
         ({"key_lengths": torch.ones(3)}, r"key_lengths: expected shape \(2,\)"),
         ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes: expected shape \(4,\)"),
         ({"sinks": torch.ones(4, 1)}, r"sinks: expected shape \(4,\)"),
-        ({"softcap": -1.0}, r"softcap: expected a number >= 0.*-1"),
+        ({"softcap": -1.0}, r"softcap: expected a finite number >= 0.*-1"),
         ({"dropout_p": 0.5}, r"seed: expected an int .*None"),
         ({"dropout_p": 1.0, "seed": 0}, r"dropout_p: expected a probability .*1\.0"),
         ({"pattern": "causal"}, r"pattern: expected a Pattern or a BlockIndex, got str"),

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.adaptive.view import check_key_mask
-from ringtile.functional.attention import attend_scores, checked_tensors
+from ringtile.functional.attention import attend_scores, check_options, checked_tensors
 from ringtile.index import BlockIndex
+from ringtile.kernels.contracts import scale_of
 from ringtile.patterns import Pattern
 from ringtile.patterns.checks import check_positive
 
@@ -126,16 +126,18 @@ def audit(
     """
     query, key, value = checked_tensors(query, key, value, enable_gqa=True)
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
+    if not isinstance(index, BlockIndex):
+        raise ValueError(f"index: expected a BlockIndex, got {type(index).__name__}")
     if (index.n_queries, index.n_keys) != (n_queries, n_keys) or index.device != query.device:
         raise ValueError(f"index: {index!r} does not match {query.shape=}, {key.shape=} on {query.device}")
     check_positive(rows=rows)
-    check_key_mask(key_mask, batch, n_keys)
+    check_options(query, key, key_mask=key_mask, scale=scale)
     if isinstance(reference, BlockIndex) and (reference.grid != index.grid or reference.device != index.device):
         raise ValueError(f"reference: expected the lengths, block and device of {index!r}, got {reference!r}")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(n_queries, generator=generator, device="cpu")[:rows].sort().values.to(query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scale = scale_of(query, scale)
     # Rows that do not see such a value keep their figures, and those that do get NaN below.
     finite = value.isfinite().all(3)
     # A weight of 0 times infinity would be NaN.

@@ -10,8 +10,8 @@ from torch import Tensor
 from ringtile.adaptive.budgets import Budget, Counted, Density
 from ringtile.adaptive.control import Controller
 from ringtile.adaptive.scores import Rounded, Scores
-from ringtile.adaptive.view import View, base_index, check_key_mask, tile_positions
-from ringtile.functional.attention import checked_tensors
+from ringtile.adaptive.view import View, base_index, tile_positions
+from ringtile.functional.attention import check_options, checked_tensors
 from ringtile.index import BlockIndex
 from ringtile.index.schedule import derived
 from ringtile.patterns import Pattern
@@ -77,7 +77,7 @@ class Choice:
         scale: float | None = None,
     ) -> View:
         """Return the view of a call, with the index of the pairs to choose from, see `select`."""
-        check_key_mask(key_mask, query.shape[0], key.shape[2])
+        check_options(query, key, key_mask=key_mask, scale=scale)
         return View(query, key, base_index(query, key, base, is_causal, self.block), key_mask, scale)
 
     def index(self, view: View) -> BlockIndex:

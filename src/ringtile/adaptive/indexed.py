@@ -13,8 +13,9 @@ from ringtile.adaptive.indexer import index_topk
 from ringtile.adaptive.losses import index_loss
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import rules_of
-from ringtile.functional.attention import checked_tensors
+from ringtile.functional.attention import check_options, checked_tensors
 from ringtile.functional.cache import LayerCache
+from ringtile.kernels.contracts import scale_of
 from ringtile.patterns import Chosen, Pattern
 from ringtile.patterns.checks import check_positive
 
@@ -146,7 +147,7 @@ class IndexedAttention(nn.Module):
     def start(self, query: Tensor, key: Tensor, scale: float | None = None) -> None:
         """Set the maps to the products of rank ``dim`` that are closest to those of some queries and keys."""
         q, k = (x.transpose(0, 1).flatten(1, 2) for x in self._joined(query, key))
-        factor = self.head_dim**-0.5 if scale is None else scale
+        factor = scale_of(query, scale)
         mean = torch.eye(self.head_dim, device=q.device, dtype=q.dtype).repeat(q.shape[2] // self.head_dim, 1)
         mean *= factor * self.head_dim / q.shape[2]
         roots = []
@@ -195,7 +196,7 @@ class IndexedAttention(nn.Module):
         query, at = query[:, :, row], row + n_keys - n_queries
         small_query, small_key = self.index(query, key)
         dtype = torch.promote_types(small_key.dtype, torch.float32)
-        factor = self.head_dim**-0.5 if scale is None else scale
+        factor = scale_of(query, scale)
         zero, j = torch.zeros((), dtype=torch.int64, device=row.device), torch.arange(n_keys, device=row.device)
         chunks = torch.arange(len(row), device=row.device).split(max(1, _SCORES // (shared * n_keys)))
         for b, part in product(range(len(query)), chunks):
@@ -243,6 +244,7 @@ class IndexedAttention(nn.Module):
         if not isinstance(pattern, Pattern | None):
             raise ValueError(f"pattern: expected a Pattern or None, got {pattern!r}")
         query, key, value = checked_tensors(query, key, value, enable_gqa)
+        check_options(query, key, key_mask=key_mask, scale=scale)
         if (*query.shape[1::2], key.shape[1]) != (self.num_heads, self.head_dim, self.num_kv_heads):
             raise ValueError(
                 f"query, key: expected {self.num_heads} and {self.num_kv_heads} heads of {self.head_dim}, got "

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ringtile.adaptive.indexer import checked, scored
 from ringtile.functional.attention import checked_tensors
+from ringtile.kernels.contracts import scale_of
 from ringtile.patterns import Pattern
 from ringtile.patterns.checks import check_positive
 
@@ -70,7 +71,7 @@ def index_loss(
     """
     check_positive(block=block)
     query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
-    (batch, n_heads, n_queries, head_dim), n_keys, device = query.shape, key.shape[2], query.device
+    (batch, n_heads, n_queries), n_keys, device = query.shape[:3], key.shape[2], query.device
     if pools is not None and (pools.dtype != torch.int64 or pools.shape != (batch, *index_key.shape[2:3])):
         raise ValueError(f"pools: expected int64 [B, n_pools], got {pools.dtype=}, {pools.shape=}, {index_key.shape=}")
     of_keys = (*index_key.shape[:2], n_keys, *index_key.shape[3:])
@@ -99,7 +100,7 @@ def index_loss(
     layer = _Layer(
         query.detach(),
         key.detach(),
-        head_dim**-0.5 if scale is None else scale,
+        scale_of(query, scale),
         rule,
         position,
         key_mask,

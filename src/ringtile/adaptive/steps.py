@@ -12,6 +12,7 @@ from ringtile.adaptive.view import summaries
 from ringtile.functional import sparse_attention
 from ringtile.functional.cache import with_room
 from ringtile.index import build_index
+from ringtile.kernels.contracts import scale_of
 from ringtile.kernels.select import native_step
 from ringtile.patterns import Dense
 
@@ -102,7 +103,7 @@ def kept_tiles(
     allowed = torch.ones_like(forced)[None, None]
     if key.shape[2] < choice.min_length:
         return allowed.expand(*query.shape[:2], -1, -1)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scale = scale_of(query, scale)
     boxes = [Boxes(*(x[:, :, :own] for x in each)) for each in pages.grown(key, key_mask)]
     found = query.new_zeros(*query.shape[:2], 1, own + 1, dtype=torch.float32)
     if own:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringtile.functional.attention import rule_of
 from ringtile.index import BlockIndex, build_index
+from ringtile.kernels.contracts import scale_of
 from ringtile.kernels.masses import pooled_masses
 from ringtile.patterns import Pattern
 
@@ -58,7 +59,7 @@ class View:
     @property
     def factor(self) -> float:
         """The factor for the products."""
-        return float(self.query.shape[3] ** -0.5) if self.scale is None else self.scale
+        return scale_of(self.query, self.scale)
 
     @cached_property
     def summaries(self) -> Summaries:
@@ -154,12 +155,6 @@ class View:
         padding = (high - low) * base.block - logits.shape[3]
         weights: Tensor = F.pad(softmax(logits, inside), (0, padding)).unflatten(3, (high - low, base.block))
         return weights
-
-
-def check_key_mask(key_mask: Tensor | None, batch: int, n_keys: int) -> None:
-    """Raise ValueError if a key mask is given that is not bool ``[B, Nk]``."""
-    if key_mask is not None and (key_mask.shape != (batch, n_keys) or key_mask.dtype != torch.bool):
-        raise ValueError(f"key_mask: expected bool {(batch, n_keys)}, got {key_mask.dtype=}, {key_mask.shape=}")
 
 
 def base_index(

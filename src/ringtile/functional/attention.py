@@ -20,7 +20,7 @@ from ringtile.functional.tensors import is_real
 from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.bias import Term, attend_biased
 from ringtile.kernels.chosen import attend_lists
-from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, accumulator, options_of, pack_keys
+from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, accumulator, options_of, pack_keys, scale_of
 from ringtile.kernels.operators import attention, is_unseen
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
@@ -28,6 +28,7 @@ from ringtile.kernels.reference import Options as ReferenceOptions
 from ringtile.kernels.reference import attention_reference
 from ringtile.kernels.select import NAMES, is_logged, select, select_biased, select_lists
 from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid
+from ringtile.patterns.checks import check_number
 from ringtile.patterns.chosen import Split, split
 from ringtile.patterns.neighborhood import token_order
 from ringtile.patterns.traced import outside_graphs
@@ -72,13 +73,13 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     """Cast the tensors if autocast is on. Raise ValueError if they do not match."""
     # One argument after the other, so that the first wrong one is named.
     for name, x in (("query", query), ("key", key), ("value", value)):
+        check_plain(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
         if x.device != query.device:
             raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
         if x.is_meta:
             raise ValueError(f"{name}: expected a device that holds data, got {x.device=}")
-        check_plain(name, x)
     query, key, value = _cast(query, key, value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dtype not in _DTYPES or x.dtype != query.dtype:
@@ -110,9 +111,9 @@ def _cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
+    check_plain(name, x)
     if x.shape != shape or x.device != query.device:
         raise ValueError(f"{name}: expected shape {tuple(shape)} on {query.device}, got {x.shape=} on {x.device}")
-    check_plain(name, x)
 
 
 def _checked_numbers(name: str, numbers: Tensor | None, count: int, query: Tensor) -> Tensor | None:
@@ -142,18 +143,15 @@ def check_options(
     """Raise ValueError if an option of attention is invalid. ``n_keys`` are those of all ranks. Default: the key's."""
     if backend is not None and backend not in NAMES:
         raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
-    if dropout_p := options.get("dropout_p"):
-        dropout_threshold(dropout_p)
-    if (scale := options.get("scale")) is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale: expected a finite number, got {scale!r}")
+    dropout_threshold(options.get("dropout_p", 0.0))
+    scale_of(query, options.get("scale"))
+    check_number("softcap", options.get("softcap", 0.0), "a finite number >= 0", 0)
     if (key_mask := options.get("key_mask")) is not None:
         _check_rows("key_mask", key_mask, (query.shape[0], key.shape[2]), query)
         if key_mask.dtype != torch.bool:
             raise ValueError(f"key_mask: expected bool, True for keys to attend to, got {key_mask.dtype=}")
     if (seed := options.get("seed")) is not None:
         _check_seed(seed, query)
-    if not 0 <= (softcap := options.get("softcap", 0.0)) < math.inf:
-        raise ValueError(f"softcap: expected a finite number >= 0, got {softcap!r}")
     if (key_lengths := options.get("key_lengths")) is not None:
         _checked_numbers("key_lengths", key_lengths, query.shape[0], query)
         # On a GPU, or in a graph, reading the values would synchronize or fail.
@@ -201,13 +199,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 def make_call(query: Tensor, *, backend: str | None = None, **options: Unpack[RowOptions]) -> Call:
     """Return a call over no pattern yet, with its seed drawn. It leaves masks, lengths and sinks to the caller."""
-    dropout_p, scale = options.get("dropout_p", 0.0), options.get("scale")
+    dropout_p = options.get("dropout_p", 0.0)
     head_at = _checked_numbers("head_at", options.get("head_at"), query.shape[1], query)
     batch_at = _checked_numbers("batch_at", options.get("batch_at"), query.shape[0], query)
     return Call(
         start=0,
         block=_BLOCK,
-        scale=query.shape[3] ** -0.5 if scale is None else scale,
+        scale=scale_of(query, options.get("scale")),
         seed=drawn_seed(options.get("seed"), query) if dropout_p else None,
         alibi_slopes=options.get("alibi_slopes"),
         head_at=head_at if dropout_p else None,
@@ -593,7 +591,8 @@ def sparse_attention(
         has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
         # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
         types = type(start) in (int, NoneType), type(scale) in (float, int, NoneType), type(backend) in (str, NoneType)
-        if all(types) and type(softcap) in (float, int) and scale != 0:
+        numbers = type(softcap) in (float, int) and type(dropout_p) in (float, int)
+        if all(types) and numbers and scale != 0:
             structure = structure_of(_name_of(pattern), query, key, value, start, scale, softcap, backend, has)
             plan = found_plan(structure)
     # One chain of comparisons costs less than seven.

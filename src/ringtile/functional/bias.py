@@ -50,6 +50,7 @@ class Relative:
         >>> Relative.t5(torch.randn(32, 8), 512, 512, bidirectional=True).table.shape
         torch.Size([8, 1023])
         """
+        check_plain("weight", weight)
         buckets = len(weight) // 2 if bidirectional else len(weight)
         exact = buckets // 2
         if weight.dim() != 2 or exact < 1 or max_distance <= exact:

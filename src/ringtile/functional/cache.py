@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.functional.attention import sparse_attention
+from ringtile.functional.attention import check_options, check_plain, sparse_attention
 from ringtile.patterns import Pattern, TileGrid
 from ringtile.patterns.facts import pattern_reach
 
@@ -156,12 +156,12 @@ class LayerCache:
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
+            check_plain(name, x)
             if x.dim() != 4 or x.shape[2] != query.shape[2] or x.shape[0] != query.shape[0] or not x.shape[2]:
                 raise ValueError(f"{name}: expected [B, H, N, D] of at least one token, all alike, got {x.shape=}")
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError(f"{name}: expected torch.no_grad(), a cache has no gradients, got {x.requires_grad=}")
-        heads, n_new = query.shape[1:3]
-        kv_heads = key.shape[1]
+        heads, n_new, kv_heads = *query.shape[1:3], key.shape[1]
         if not kv_heads or heads % kv_heads or value.shape[1] != kv_heads or key.shape[3] != query.shape[3]:
             raise ValueError(
                 f"key, value: expected heads that divide the query's, and its head_dim, "
@@ -169,11 +169,8 @@ class LayerCache:
             )
         if self.pattern.num_heads not in (None, heads):
             raise ValueError(f"query: the pattern is written for {self.pattern.num_heads} heads, got {query.shape=}")
-        if key_mask is not None and (key_mask.shape != (key.shape[0], n_new) or key_mask.dtype != torch.bool):
-            raise ValueError(
-                f"key_mask: expected bool [B, N] of the new keys, got {key_mask.dtype=}, {key_mask.shape=} "
-                f"with {key.shape=}"
-            )
+        if key_mask is not None:
+            check_options(query, key, key_mask=key_mask)
         if self._held is not None:
             for name, x, held in (("key", key, self._held.key), ("value", value, self._held.value)):
                 like, got = ((*y.shape[:2], y.shape[3], y.dtype, y.device) for y in (held, x))

@@ -34,12 +34,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs, lses: expected equally many, at least one, got {len(outs)=}, {len(lses)=}")
+    for out, lse in zip(outs, lses, strict=True):
+        check_plain("outs", out)
+        check_plain("lses", lse)
     if not outs[0].is_meta and torch.is_autocast_enabled(outs[0].device.type):
         widest = reduce(torch.promote_types, (out.dtype for out in outs))
         outs = [out.to(widest) for out in outs]
     for out, lse in zip(outs, lses, strict=True):
-        check_plain("outs", out)
-        check_plain("lses", lse)
         alike = (out.shape, out.dtype, out.device) == (outs[0].shape, outs[0].dtype, outs[0].device)
         fits = lse.shape == out.shape[:-1] and lse.device == out.device
         if not (alike and fits and out.is_floating_point() and lse.is_floating_point()):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.functional.attention import as_pattern, checked_tensors, drawn_seed, sparse_attention
+from ringtile.functional.attention import as_pattern, check_plain, checked_tensors, drawn_seed, sparse_attention
 from ringtile.index import BlockIndex
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
@@ -72,6 +72,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dic
     batch, heads = query.shape[:2]
     for name, size in (*((name, batch) for name in _OF_ROWS), *((name, heads) for name in _OF_HEADS)):
         given = options.get(name)
+        if given is not None:
+            check_plain(name, given)
         if given is not None and given.shape[:1] != (size,):
             raise ValueError(f"{name}: expected {size} entries in the first dimension, got {given.shape=}")
     if isinstance(pattern, BlockIndex):

@@ -14,8 +14,10 @@ def is_real(x: Tensor) -> bool:
     return type(x) in (Tensor, Parameter) and not x._is_zerotensor() and not x.is_meta
 
 
-def check_plain(name: str, x: Tensor) -> None:
-    """Raise ValueError if a tensor has another layout, for example a sparse one, or its storage was freed."""
+def check_plain(name: str, x: object) -> None:
+    """Raise ValueError unless this is a tensor with memory: no sparse or nested one, and no list or array."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
         raise ValueError(f"{name}: expected torch.strided, got {'a nested tensor' if x.is_nested else f'{x.layout=}'}")
     if is_real(x):

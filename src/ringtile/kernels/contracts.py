@@ -16,6 +16,7 @@ from ringtile.index import BlockIndex, build_index
 from ringtile.index.tiles import pack_words, unpack_words
 from ringtile.kernels.spans import INDEX, span
 from ringtile.patterns import TileGrid, parse
+from ringtile.patterns.checks import check_number
 
 _TILES_AT_MOST = 1 << 22
 """A dense pattern with more tiles than this goes to a kernel without an index."""
@@ -250,6 +251,15 @@ def check_memory(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None
             raise ValueError(f"{name}: expected torch.strided, got {x.layout=}") from None
         if not held:
             raise ValueError(f"{name}: expected a tensor with memory, got a freed storage with {x.shape=}")
+
+
+def scale_of(query: Tensor, scale: float | None) -> float:
+    """Return the factor for scores, by default ``D ** -0.5``. Raise ValueError if it is not a finite number."""
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    else:
+        check_number("scale", scale, "a finite number")
+    return scale
 
 
 def accumulator(x: Tensor) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Masses, check_memory, in_bytes
+from ringtile.kernels.contracts import Masses, check_memory, in_bytes, scale_of
 from ringtile.kernels.operators import library, register, schema
 from ringtile.kernels.select import native_masses
 
@@ -52,8 +52,7 @@ def pooled_masses(
     Returns:
         float32 ``[B, H, R, ceil(K / segment)]``.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    masses = Masses(query.detach(), key.detach(), seen, groups, bias, segment, pool, by_sign, scale)
+    masses = Masses(query.detach(), key.detach(), seen, groups, bias, segment, pool, by_sign, scale_of(query, scale))
     _check(masses)
     with torch.no_grad():
         found: Tensor = torch.ops.ringtile.pooled_masses(*masses)

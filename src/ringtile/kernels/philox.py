@@ -9,6 +9,7 @@ half of word ``k // 8 % 4``. One call serves 8 keys, and 4 calls serve 32 neighb
 import torch
 from torch import Tensor
 
+from ringtile.patterns.checks import check_number
 from ringtile.patterns.random import WORD, philox4x32
 
 _ROUNDS = 7
@@ -23,10 +24,8 @@ def dropout_threshold(p: float) -> int:
     >>> dropout_threshold(0.5)
     32768
     """
-    threshold = round(65536 * p) if 0 <= p < 1 else 65536
-    if threshold > 65535:
-        raise ValueError(f"dropout_p: expected a probability in [0, 1), at most 65535/65536, got {p!r}")
-    return threshold
+    check_number("dropout_p", p, "a probability in [0, 1), at most 65535/65536", 0, 1 - 2**-17)
+    return round(65536 * p)
 
 
 def dropout_scale(p: float) -> float:

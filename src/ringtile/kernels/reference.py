@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
-from ringtile.kernels.contracts import RowOptions, settle_exponentials
+from ringtile.kernels.contracts import RowOptions, scale_of, settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.patterns.base import Pattern, TileGrid
+from ringtile.patterns.checks import check_number
 
 _CHUNK_PAIRS = 1 << 22
 """Pairs whose element rule is evaluated at once: rules create several int64 temporaries of this length."""
@@ -65,12 +66,12 @@ class _Problem:
             ("head_at", self.head_at, (heads,)),
             ("batch_at", self.batch_at, (batch,)),
         ):
-            if value is not None and value.shape != shape:
-                raise ValueError(f"{name}: expected shape {shape}, got {value.shape} with {q.shape=}, {k.shape=}")
+            if value is not None and (got := getattr(value, "shape", value)) != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {got} with {q.shape=}, {k.shape=}")
         if self.key_mask is not None and self.key_mask.dtype != torch.bool:
             raise ValueError(f"key_mask: expected bool, True = attend, got {self.key_mask.dtype}")
-        if self.softcap < 0:
-            raise ValueError(f"softcap: expected a number >= 0 (0 for none), got {self.softcap}")
+        check_number("softcap", self.softcap, "a finite number >= 0", 0)
+        scale_of(q, self.scale)
         dropout_scale(self.dropout_p)
         if self.dropout_p and self.seed is None:
             raise ValueError(f"seed: expected an int or one int64 element with dropout_p={self.dropout_p}, got None")
@@ -152,7 +153,7 @@ class _Problem:
         # Dropout and ALiBi depend on positions, not on places in this call.
         query_at, key_at = self.positions(rows, keys)
         query_at = query_at[:, None]
-        scores = (q.shape[-1] ** -0.5 if self.scale is None else self.scale) * (q @ k.mT)
+        scores = scale_of(self.q, self.scale) * (q @ k.mT)
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.alibi_slopes is not None:

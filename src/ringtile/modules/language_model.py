@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringtile.functional.attention import check_plain
 from ringtile.modules.transformer import KVCache, SparseTransformer
-from ringtile.patterns.checks import check_positive
+from ringtile.patterns.checks import check_number, check_positive
 from ringtile.patterns.facts import pattern_reach
 
 
@@ -76,8 +77,8 @@ class SparseLanguageModel(nn.Module):
         """
         if type(n_new) is not int or n_new < 0:
             raise ValueError(f"n_new: expected an integer >= 0, got {n_new!r}")
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature: expected a finite number >= 0, got {temperature!r}")
+        check_plain("tokens", tokens)
+        check_number("temperature", temperature, "a finite number >= 0", 0)
         if self.training:
             raise ValueError("generate: expected a model in eval mode, got model.training=True")
         cache = self.transformer.new_cache()

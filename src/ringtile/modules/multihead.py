@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.attend import Attend, checked_rule, rules_of
+from ringtile.functional.attention import check_plain
 from ringtile.index import build_index
 from ringtile.modules.masks import read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import tile_weights
 from ringtile.patterns import Causal, Dense, Pattern
+from ringtile.patterns.checks import check_number
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -104,8 +106,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim: expected a positive multiple of num_heads, got {embed_dim=}, {num_heads=}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout: expected a probability in [0, 1), got {dropout=}")
+        check_number("dropout", dropout, "a probability in [0, 1)", 0, 1)
         for name, width in (("kdim", kdim), ("vdim", vdim)):
             if width is not None and width < 1:
                 raise ValueError(f"{name}: expected a positive width or None, got {name}={width}")
@@ -183,6 +184,9 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         and Nq != Nk, or a floating-point mask holds values other than 0 and -inf with a sparse pattern.
         """
         given = _Given(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        for name, x in zip(given._fields[:3], given, strict=False):
+            if not isinstance(x, Tensor):
+                raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(given)
         batch = self._check(given)
@@ -386,6 +390,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> None:
     if mask is None:
         return
+    check_plain(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"{name}: expected bool or a floating dtype, got {mask.dtype=}")
     if mask.shape not in shapes:

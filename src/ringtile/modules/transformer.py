@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend, cache_of, checked_rule, holds_state, rules_of
+from ringtile.functional.attention import check_plain
 from ringtile.functional.cache import LayerCache
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Pattern
-from ringtile.patterns.checks import check_positive
+from ringtile.patterns.checks import check_number, check_positive
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -91,8 +92,7 @@ class SparseTransformerLayer(nn.Module):
             raise ValueError(f"embed_dim: expected {wanted} of num_heads, got {embed_dim=}, {num_heads=}, {rotary=}")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout: expected a probability below 1, got {dropout!r}")
+        check_number("dropout", dropout, "a probability in [0, 1)", 0, 1)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.dropout, self.rotary, self.qk_norm, self.is_causal = dropout, rotary, qk_norm, is_causal
@@ -137,6 +137,9 @@ class SparseTransformerLayer(nn.Module):
         The tokens start at a position, or have the int64 positions ``[N]`` or ``[B, N]``. Raises ValueError if shapes
         or dtypes do not match, if both are given, or if a layer that is not rotary gets positions.
         """
+        check_plain("x", x)
+        if positions is not None:
+            check_plain("positions", positions)
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x: expected [B, N, {self.embed_dim}], got {x.shape=}")
         if positions is not None and (not self.rotary or (positions.dim() == 2 and len(positions) != len(x))):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, same_for_heads
-from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
+from ringtile.patterns.checks import LARGEST_BLOCK, as_tensor, checked_int
 from ringtile.patterns.content import Content
 from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
 from ringtile.patterns.traced import outside_graphs
@@ -124,9 +124,9 @@ class Blocks(BlockPattern):
         block: int = 128,
     ) -> None:
         if matrix is not None and row_ptr is None and col is None:
-            codes, shape = _from_matrix(matrix)
+            codes, shape = _from_matrix(as_tensor("blocks", "matrix", matrix))
         elif matrix is None and row_ptr is not None and col is not None:
-            codes, shape = _from_csr(row_ptr, col)
+            codes, shape = _from_csr(*(as_tensor("blocks", "row_ptr and col", x) for x in (row_ptr, col)))
         else:
             raise ValueError("blocks expects either a matrix or both row_ptr and col")
         object.__setattr__(self, "codes", Content(codes))
@@ -325,7 +325,13 @@ class Elements(Pattern):
             raise ValueError(f"elements expects fn to be callable, got fn={self.fn!r}")
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        kept = self.fn(head, query, key)
+        try:
+            kept = self.fn(head, query, key)
+        except (RuntimeError, TypeError) as error:
+            if "memory" in str(error):
+                raise
+            wanted = "fn to compute on three tensors, mask_mod on four, with & and torch.where in place of and and if"
+            raise ValueError(f"elements expects {wanted}, got {type(error).__name__}: {error}") from error
         shape = torch.broadcast_tensors(head, query, key)[0].shape
         if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
             raise ValueError(f"elements expects fn to return a bool tensor, got {getattr(kept, 'dtype', type(kept))}")

@@ -1,7 +1,12 @@
 """Checks of the numbers that a pattern is made of."""
 
+import math
 import operator
 from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import SymFloat, Tensor
 
 LARGEST = 2**31 - 1
 """Largest window, rate or length: a product of two fits into int64."""
@@ -26,6 +31,23 @@ def checked_ints(owner: str, name: str, values: Sequence[int], minimum: int = 0)
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
         raise ValueError(f"{owner} expects {name} to be a non-empty sequence of whole numbers, got {name}={values!r}")
     return tuple(checked_int(owner, name, value, minimum) for value in values)
+
+
+def check_number(name: str, value: object, wanted: str, least: float = -math.inf, below: float = math.inf) -> None:
+    """Raise ValueError unless a value is a finite number in ``[least, below)``. A tensor would lose its gradient."""
+    is_number = isinstance(value, Real | SymFloat) and not isinstance(value, bool)
+    if not is_number or not -math.inf < value < below or value < least:
+        got = f"a {type(value).__name__}, which would get no gradient" if isinstance(value, Tensor) else repr(value)
+        instead = ": write query * scale, with scale=1.0" if isinstance(value, Tensor) and name == "scale" else ""
+        raise ValueError(f"{name}: expected {wanted}, got {got}{instead}")
+
+
+def as_tensor(owner: str, name: str, x: object) -> Tensor:
+    """Return a tensor that a pattern is made from, or that of a list or an array."""
+    try:
+        return torch.as_tensor(x)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{owner} expects {name} to be a tensor or a list of numbers, got {x!r}: {error}") from None
 
 
 def check_positive(**sizes: object) -> None:

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ringtile.patterns.base import Pattern, full_shape, same_for_heads
-from ringtile.patterns.checks import checked_ints
+from ringtile.patterns.checks import as_tensor, checked_ints
 from ringtile.patterns.content import Content
 from ringtile.patterns.grid import FAR, TileGrid, interval_cover
 from ringtile.patterns.traced import outside_graphs
+
+_Integers = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -22,7 +24,8 @@ class Documents(Pattern):
     Pass one of three forms. ``lengths`` is a list of tokens per document, and the only form with a text. ``cu_seqlens``
     ``[D + 1]`` rises from 0 to the number of tokens, as in flash-attention. ``ids`` ``[N]`` or ``[B, N]`` numbers the
     document of each token, and each document is one contiguous run; ``[B, N]`` makes a pattern for B batch rows. Both
-    are integer tensors. They are copied and stay on their device, and equal documents make equal patterns. Raises
+    are integers, as tensors, lists or arrays. They are copied, tensors stay on their device, and equal documents make
+    equal patterns. Raises
     ValueError if a length is negative, a shape or dtype is invalid, or an id appears again after its run.
 
     >>> print(Documents([1, 2]).draw(3))
@@ -38,23 +41,23 @@ class Documents(Pattern):
 
     @outside_graphs("documents: a traced graph cannot look at the values of ids, or of cu_seqlens")
     def __init__(
-        self, lengths: Sequence[int] | None = None, *, cu_seqlens: Tensor | None = None, ids: Tensor | None = None
+        self, lengths: Sequence[int] | None = None, *, cu_seqlens: _Integers | None = None, ids: _Integers | None = None
     ) -> None:
         if (lengths is not None) + (cu_seqlens is not None) + (ids is not None) != 1:
             raise ValueError("documents expects exactly one of lengths, cu_seqlens and ids")
-        text = None
+        text, batched = None, False
         if lengths is not None:
             lengths = checked_ints("documents", "lengths", lengths)
             text = f"documents({list(lengths)})"
             bounds = torch.tensor((0, *lengths), dtype=torch.int64, device="cpu").cumsum(0).unsqueeze(0)
         elif cu_seqlens is not None:
-            bounds = _integer("cu_seqlens", cu_seqlens, (1,)).unsqueeze(0)
+            bounds = _integer("cu_seqlens", as_tensor("documents", "cu_seqlens", cu_seqlens), (1,)).unsqueeze(0)
             if int(bounds[0, 0]) != 0 or bool((bounds.diff() < 0).any()):
                 raise ValueError(f"documents expects cu_seqlens to rise from 0, got cu_seqlens={bounds[0].tolist()}")
         else:
-            assert ids is not None
-            bounds = _bounds_of_ids(ids)
-        self._fill(bounds, batched=ids is not None and ids.dim() == 2, text=text)
+            rows = as_tensor("documents", "ids", ids)
+            bounds, batched = _bounds_of_ids(rows), rows.dim() == 2
+        self._fill(bounds, batched=batched, text=text)
 
     def _fill(self, bounds: Tensor, *, batched: bool, text: str | None = None) -> None:
         if not batched:

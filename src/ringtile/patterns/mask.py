@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.patterns.base import Pattern, TileGrid
+from ringtile.patterns.checks import as_tensor
 from ringtile.patterns.content import Content, digest_of, memory_of
 from ringtile.patterns.traced import outside_graphs
 
@@ -137,6 +138,7 @@ def from_mask(mask: Tensor) -> Pattern:
     █·█
     ██·
     """
+    mask = as_tensor("from_mask", "mask", mask)
     if mask.layout is not torch.strided:
         raise ValueError(f"from_mask expects torch.strided, got {mask.layout=}")
     if mask.dtype != torch.bool or mask.dim() not in (2, 3, 4) or mask.numel() == 0:

@@ -194,13 +194,14 @@ def _attend_bloom(
     slopes = build_alibi_tensor(alibi.new_ones(1, 2), module.num_heads, torch.float32)[:, 0, 1]
     scores, real = _by_slopes(slopes, attention_mask), attention_mask.kept.key_mask
     if real is not None:
-        # Its positions count real tokens.
         begins_once = ((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] <= 1).all()
-        message = "attention_mask: expected padding before or after the tokens, got some between them"
         if torch.compiler.is_compiling():
+            message = "attention_mask: torch.compile needs padding before or after the tokens, got some between them"
             torch._assert_async(begins_once, message)
         elif not begins_once:
-            raise ValueError(message)
+            # Its positions count real tokens, so tokens on both sides of padding are nearer than their places say.
+            numbers = alibi.view(len(key), module.num_heads, -1, 1)
+            scores = _biased(ByKey(numbers, alibi.new_full((1, 1, 1), 1 / module.inv_norm_factor), 0))
     heads, dropout = (query, key, value), module.attention_dropout.p
     asked = {"output_attentions": options["output_attentions"]}
     out, weights = _attend(module, heads, attention_mask, module.inv_norm_factor, dropout, scores, asked)

@@ -28,7 +28,7 @@ from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.biases import is_replaced, replace_biases
 from ringtile.integrations.transformers.by_hand import CONVERTED, convert
 from ringtile.integrations.transformers.indexers import stream_indexers
-from ringtile.integrations.transformers.masks import CHOSEN, pattern_mask
+from ringtile.integrations.transformers.masks import CHOSEN, is_streamed, pattern_mask
 from ringtile.integrations.transformers.packing import pack_rows
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ OLDEST = (5, 5)
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
 _OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
 _OWN_SCORES = set(
-    "DogeAttention InformerProbSparseAttention InklingAttention Inkling2FullAttention Inkling2SlidingAttention "
-    "NemotronAsrStreamingEncoderAttention PPDocLayoutV2ReadingOrder Sam3DetrDecoder Sam3LiteTextDetrDecoder "
-    "UdopAttention".split()
+    "DogeAttention EsmFold2DiffusionAttention InformerProbSparseAttention InklingAttention Inkling2FullAttention "
+    "Inkling2SlidingAttention NemotronAsrStreamingEncoderAttention PPDocLayoutV2ReadingOrder Sam3DetrDecoder "
+    "Sam3LiteTextDetrDecoder UdopAttention".split()
 )
 """Parts that look up an attention function, or are in the file of one that does, and cannot use this one."""
 _SAMPLE = 1024
@@ -120,13 +120,26 @@ def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> Non
         return
     from transformers import PreTrainedModel
 
-    if isinstance(module, PreTrainedModel) and _is_by_hand(cast(Any, type(module))):
+    if implementation == CHOSEN and is_replaced(type(module)):
+        # Its config is that of a model of `use_ringtile`.
+        if _refuse_new not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_refuse_new)
+    elif isinstance(module, PreTrainedModel) and _is_by_hand(cast(Any, type(module))):
         advice = "leave the name out"
         if module.config.model_type in CONVERTED or is_replaced(type(module)):
             advice += ", and call use_ringtile(model)"
         raise ValueError(
             f"attn_implementation={implementation!r}: {type(module).__name__} ignores it, because its attention is "
             f"written by hand; {advice}"
+        )
+
+
+def _refuse_new(module: Any, _: Any) -> None:
+    """Raise ValueError for a call of a module with the config of a model of `use_ringtile`, and without its choice."""
+    if not hasattr(module, KEPT) and is_streamed(module.config):
+        raise ValueError(
+            f"pattern: {type(module).__name__} is new, or of a model that shares its config with one of use_ringtile; "
+            "call use_ringtile(model, ...) with this model"
         )
 
 
@@ -243,10 +256,7 @@ def _attend_chosen(
 ) -> tuple[Tensor, Tensor | None]:
     chosen = getattr(module, KEPT, None)
     if chosen is None:
-        raise ValueError(
-            f"pattern: {type(module).__name__} is new, or of a model that shares its config with one of use_ringtile; "
-            "call use_ringtile(model, ...) with this model"
-        )
+        _refuse_new(module, None)
     if chosen.pack and options.get(ROWS) is None:
         raise ValueError(f"pack: expected a call of the whole model, got one of {type(module).__name__} without rows")
     how = {"by": chosen.attend, "decode": chosen.decode, **options}

@@ -70,17 +70,16 @@ class QualityReport:
         """Root of the mean squared error, over that of the exact outputs."""
         return float((self.error.square().nanmean() / self.norm.square().nanmean()).sqrt())
 
-    def below(self, recall: float, confidence: float = 0.95) -> Share:
-        """Return the share of each head's rows whose recall is lower, with its confidence interval for all its rows.
+    def below(self, recall: float) -> Share:
+        """Return the share of each head's rows whose recall is lower, with its 95% interval for all its rows.
 
         The interval is exact (Clopper and Pearson, 1934): rows are drawn uniformly, without replacement. Raises
-        ValueError if a number is out of range.
+        ValueError if ``recall`` is out of range.
         """
-        for name, value in (("recall", recall), ("confidence", confidence)):
-            if not 0 < value < 1:
-                raise ValueError(f"{name}: expected a number between 0 and 1, got {value!r}")
+        if not 0 < recall < 1:
+            raise ValueError(f"recall: expected a number between 0 and 1, got {recall!r}")
         lower, count = (rows.sum(2).cpu().double() for rows in (self.recall < recall, self.recall.isfinite()))
-        return Share(lower / count, *_interval(lower, count, confidence))
+        return Share(lower / count, *_interval(lower, count))
 
     def __repr__(self) -> str:
         return (
@@ -177,8 +176,8 @@ def _pairs(index: BlockIndex, reference: BlockIndex | Pattern | None, queries: T
     return torch.stack([rule.allowed(head, position, key).expand(heads, len(queries), -1) for rule in rules])
 
 
-def _interval(count: Tensor, total: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
-    """Return the exact confidence intervals of probabilities, from ``count`` of ``total`` draws, both float64."""
+def _interval(count: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the exact 95% intervals of probabilities, from ``count`` of ``total`` draws, both float64."""
     most, draws = count.unsqueeze(-1), total.unsqueeze(-1)
     number = torch.arange(int(total.max()) + 1, dtype=torch.float64, device=total.device)
     # A head with fewer draws than another has no ways to more of them: the logarithm is minus infinity there.
@@ -194,5 +193,5 @@ def _interval(count: Tensor, total: Tensor, confidence: float) -> tuple[Tensor, 
             low, high = torch.where(above, middle, low), torch.where(above, high, middle)
         return ((low + high) / 2).squeeze(-1)
 
-    tail = (1 - confidence) / 2
+    tail = 0.025
     return solve(most - 1, 1 - tail).masked_fill(count == 0, 0), solve(most, tail).masked_fill(count == total, 1)

@@ -135,19 +135,17 @@ def touched(
     return change.view(n_parts, width).cumsum(1, dtype=torch.int32)[:, :-1] > 0
 
 
-def candidates(
-    pattern: Pattern, grid: TileGrid, *, num_heads: int = 1, batch: int = 1, max_bytes: int = MAX_BYTES
-) -> Iterator[tuple[int, Cover]]:
+def candidates(pattern: Pattern, grid: TileGrid, *, num_heads: int = 1, batch: int = 1) -> Iterator[tuple[int, Cover]]:
     """Yield the candidate tiles of each group of equal heads and batch elements, and their number.
 
-    The intervals do not overlap. They ascend, and none is empty. Raises ValueError if they would exceed ``max_bytes``.
+    The intervals do not overlap. They ascend, and none is empty. Raises ValueError if they would exceed 2 GiB.
 
     >>> from ringtile.patterns import GlobalTokens, Window
     >>> ((copies, cover),) = candidates(Window(100) | GlobalTokens(5), TileGrid(128, 0, 384, 384), num_heads=2)
     >>> copies, list(zip(*map(torch.Tensor.tolist, cover), strict=True))
     (2, [(0, 0, 2), (0, 2, 3), (1, 0, 3), (2, 0, 1), (2, 1, 3)])
     """
-    budget, rows = Budget(max_bytes, grid), torch.arange(grid.n_rows, device="cpu")
+    budget, rows = Budget(MAX_BYTES, grid), torch.arange(grid.n_rows, device="cpu")
     table, members = groups_of(pattern, num_heads, batch)
     copies = torch.bincount(rows.new_tensor(table).flatten()) * (num_heads // len(table[0])) * (batch // len(table))
     for number, (member, head) in zip(copies.tolist(), members, strict=True):
@@ -156,6 +154,6 @@ def candidates(
         yield number, cover.disjoint(grid.n_cols)
 
 
-def check_candidates(pattern: Pattern, grid: TileGrid, tiles: int, max_bytes: int = MAX_BYTES) -> None:
-    """Raise ValueError if an index with so many candidate tiles would exceed ``max_bytes``."""
-    Budget(max_bytes, grid).check(pattern, tiles, CANDIDATE_BYTES)
+def check_candidates(pattern: Pattern, grid: TileGrid, tiles: int) -> None:
+    """Raise ValueError if an index with so many candidate tiles would exceed 2 GiB."""
+    Budget(MAX_BYTES, grid).check(pattern, tiles, CANDIDATE_BYTES)

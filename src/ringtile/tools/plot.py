@@ -88,10 +88,10 @@ def axes_or_new(ax: Axes | None) -> Axes:
         return Figure(layout="constrained").add_subplot()
 
 
-def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int = 512) -> tuple[Tensor, int]:
+def occupancy(index: BlockIndex, *, head: int = 0, pixels: int = 512) -> tuple[Tensor, int]:
     """Return the share of kept pairs in square cells of the query-key plane, at most `pixels` cells per side.
 
-    Returns float32 ``[rows, columns]`` and the number of positions per side of a cell, a divisor or a multiple of the
+    The pairs are the first batch element's. Returns float32 ``[rows, columns]`` and the number of positions per side of a cell, a divisor or a multiple of the
     block. Cells begin at tile boundaries. The first row contains the first query, the last row and column contain the
     last query and key, and a cell that the lengths cut counts only the pairs that exist.
 
@@ -102,7 +102,7 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     ((256, 256), 4096)
     """
     groups = index.group.cpu()
-    group = int(groups[batch if len(groups) > 1 else 0, head if groups.shape[1] > 1 else 0])
+    group = int(groups[0, head if groups.shape[1] > 1 else 0])
     rows, columns, block = index.n_rows, index.n_cols, index.block
     number, state = (part.cpu() for part in index.entries())
     slot = number // max(columns, 1)
@@ -169,16 +169,14 @@ def shade(
     return ax
 
 
-def plot_pattern(
-    index: BlockIndex, ax: Axes | None = None, *, head: int = 0, batch: int = 0, pixels: int = 512
-) -> Axes:
+def plot_pattern(index: BlockIndex, ax: Axes | None = None, *, head: int = 0, pixels: int = 512) -> Axes:
     """Draw the kept pairs of a pattern: queries down, keys across.
 
     The picture has at most `pixels` cells per side for any length. The color of a cell is its share of kept pairs.
     ``ax.images[0]`` is the image, for a color bar.
     """
     ax = axes_or_new(ax)
-    shares, side = occupancy(index, head=head, batch=batch, pixels=pixels)
+    shares, side = occupancy(index, head=head, pixels=pixels)
     first = index.first_row * index.block
     # Cells begin at tile boundaries. With start 30, block 64 and cells of 8, the first one begins at 24.
     top = first + (index.start - first) // side * side
@@ -204,17 +202,17 @@ def _doubling(length: int) -> int:
     return 1 << max(0, (length // 3).bit_length() - 1)
 
 
-def plot_traffic(traffic: Tensor, ax: Axes | None = None, *, pixels: int = 256) -> Axes:
+def plot_traffic(traffic: Tensor, ax: Axes | None = None) -> Axes:
     """Draw who sends how much to whom: senders down, receivers across, from bytes int64 ``[P, P]``.
 
-    The picture has at most `pixels` cells per side. The color of a cell is the most MiB of its pairs of ranks.
+    The picture has at most 256 cells per side. The color of a cell is the most MiB of its pairs of ranks.
     ``ax.images[0]`` is the image, for a color bar.
     """
     ax = axes_or_new(ax)
     from matplotlib.ticker import MultipleLocator
 
     n_ranks = len(traffic)
-    merged = -(-n_ranks // pixels)
+    merged = -(-n_ranks // 256)
     cells = torch.nn.functional.pad(traffic, (0, -n_ranks % merged) * 2)
     most = cells.unflatten(1, (-1, merged)).unflatten(0, (-1, merged)).amax((1, 3)) / 2**20
     shade(ax, most, PATTERN_COLORS, (0, len(cells), len(cells), 0), float(most.max()) or 1.0)

@@ -85,12 +85,11 @@ def by_definition(q, k, v, pattern, b, h, a, *, start=None, **given):
 def test_it_is_the_definition(modifiers):
     q, k, v, _ = make_inputs(2, 4, 6, 8, 3, kv_heads=2, value_dim=5)
     pattern = per_head([HOLES, Dense(), Segments(4, 2, 0) & Causal(), GlobalTokens(1) | Window(1)])
-    out, lse, weights = attention_reference(q, k, v, pattern, return_weights=True, **modifiers)
+    out, lse = attention_reference(q, k, v, pattern, **modifiers)
     for b, h, a in itertools.product(range(2), range(4), range(6)):
         expected, expected_lse = by_definition(q, k, v, pattern, b, h, a, **modifiers)
         assert out[b, h, a].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
         assert lse[b, h, a].item() == pytest.approx(expected_lse, rel=1e-12, abs=1e-14)
-    assert torch.allclose(weights @ v.repeat_interleave(2, 1), out)
 
 
 DERIVED = ("plain", "key_lengths", "everything")

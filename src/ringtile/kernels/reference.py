@@ -140,8 +140,8 @@ class _Problem:
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, batch: Tensor, head: Tensor, rows: Tensor, keys: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return output, lse and weights of queries ``rows`` and ``keys`` (numbers), in float64.
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and lse of queries ``rows`` and ``keys`` (numbers), in float64.
 
         Leading dimensions broadcast. Queries and keys that no pair keeps are replaced before use, and results are
         selected, never multiplied by a mask. So a NaN there reaches neither results nor gradients.
@@ -174,7 +174,7 @@ class _Problem:
             keep = dropout_keep(self.seed, batch, head, query_at, key_at, self.dropout_p)
             weights = torch.where(keep, weights * dropout_scale(self.dropout_p), 0.0)
         out = torch.where(row_kept, weights @ v, 0.0)
-        return out, torch.where(row_kept, lse, -math.inf).squeeze(-1), weights
+        return out, torch.where(row_kept, lse, -math.inf).squeeze(-1)
 
 
 def attention_reference(
@@ -182,10 +182,8 @@ def attention_reference(
     k: Tensor,
     v: Tensor,
     pattern: Pattern | BlockIndex,
-    *,
-    return_weights: bool = False,
     **options: Unpack[Options],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Compute attention over the pairs that a pattern keeps, dense and in float64.
 
     Memory is O(B H Nq Nk). Results are differentiable, also twice. A query that keeps no keys returns 0, an lse of -inf
@@ -196,15 +194,13 @@ def attention_reference(
         k: ``[B, Hkv, Nk, D]``. H is a multiple of Hkv.
         v: ``[B, Hkv, Nk, Dv]``.
         pattern: The pairs to keep.
-        return_weights: Also return the weights that multiply ``v``, with dropout.
         options: As in `sparse_attention`. Query ``a`` is at position ``start + a``. ``start`` defaults to ``Nk - Nq``.
             Scores are ``scale * q @ k``, then ``softcap * tanh(scores / softcap)``, then less ``alibi_slopes[h] * |i -
             j|``, plus ``bias``, a tensor that broadcasts to ``[B, H, Nq, Nk]``. ``sinks`` scale weights and output by
             ``sigmoid(lse - sink)``. The lse does not include them.
 
     Returns:
-        The output ``[B, H, Nq, Dv]``, the natural-log lse ``[B, H, Nq]`` and, if requested, the weights
-        ``[B, H, Nq, Nk]``, all in float64.
+        The output ``[B, H, Nq, Dv]`` and the natural-log lse ``[B, H, Nq]``, both in float64.
     """
     problem = _Problem(q, k, v, pattern, **options)
     (batch, heads, n_queries), n_keys = q.shape[:3], k.shape[2]
@@ -212,7 +208,7 @@ def attention_reference(
     kept = torch.empty(batch, heads, n_queries, n_keys, dtype=torch.bool, device=q.device)
     for b, h in itertools.product(range(batch), range(heads)):
         kept[b, h] = problem.kept(b, h, rows)
-    out, lse, weights = problem.attend(
+    return problem.attend(
         q,
         k.repeat_interleave(problem.heads_per_key_head, 1),
         v.repeat_interleave(problem.heads_per_key_head, 1),
@@ -222,7 +218,6 @@ def attention_reference(
         rows,
         keys,
     )
-    return (out, lse, weights) if return_weights else (out, lse)
 
 
 def attention_rows(
@@ -248,7 +243,7 @@ def _rows_of_head(problem: _Problem, batch: int, head: int, rows: Tensor) -> tup
     for part in rows.split(max(1, _CHUNK_PAIRS // max(1, k.shape[0]))):
         kept = problem.kept(batch, head, part)
         keys = kept.any(0).nonzero().squeeze(1)
-        out, lse, _ = problem.attend(
+        out, lse = problem.attend(
             problem.q[batch, head, part],
             k[keys],
             v[keys],

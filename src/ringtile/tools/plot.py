@@ -91,9 +91,9 @@ def axes_or_new(ax: Axes | None) -> Axes:
 def occupancy(index: BlockIndex, *, head: int = 0, pixels: int = 512) -> tuple[Tensor, int]:
     """Return the share of kept pairs in square cells of the query-key plane, at most `pixels` cells per side.
 
-    The pairs are the first batch element's. Returns float32 ``[rows, columns]`` and the number of positions per side of a cell, a divisor or a multiple of the
-    block. Cells begin at tile boundaries. The first row contains the first query, the last row and column contain the
-    last query and key, and a cell that the lengths cut counts only the pairs that exist.
+    Returns float32 ``[rows, columns]`` of batch element 0, and the positions per side of a cell, a divisor or a
+    multiple of the block. Cells begin at tile boundaries. The first row contains the first query, the last row and
+    column contain the last query and key, and a cell that the lengths cut counts only the pairs that exist.
 
     >>> from ringtile.index import build_index
     >>> from ringtile.patterns import Causal, Window

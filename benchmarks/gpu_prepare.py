@@ -16,8 +16,7 @@ from unittest.mock import MagicMock, patch
 import mock_gpu
 import torch
 from gpu_times import DEVICE
-from lists import Cell as LayerOfLists
-from lists import draw_lists
+from lists import Cell as LayerOfLists, draw_lists
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary

@@ -25,8 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ringtile.index import schedule
-from ringtile.kernels import blockwise
-from ringtile.kernels import triton as backend
+from ringtile.kernels import blockwise, triton as backend
 from ringtile.kernels.blockwise import lists as blockwise_lists
 from ringtile.kernels.triton import backward_kernels, chosen, forward_kernels, launches, list_kernels
 

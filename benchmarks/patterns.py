@@ -25,12 +25,20 @@ from pages import Code, Part, Picture, Table, filled, markdown
 from torch import Tensor
 
 from ringtile.integrations.transformers import use_ringtile
-from ringtile.patterns import Causal, GlobalTokens, Pattern, RandomBlocks, Window, bigbird, longformer, longnet_union
-from ringtile.patterns import streaming as sinks_and_window
+from ringtile.patterns import (
+    Causal,
+    GlobalTokens,
+    Pattern,
+    RandomBlocks,
+    Window,
+    bigbird,
+    longformer,
+    longnet_union,
+    streaming as sinks_and_window,
+)
 from ringtile.tools.machine import origin
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality.cells import DENSE
-from ringtile.tools.quality.cells import Record as QualityRecord
+from ringtile.tools.quality.cells import DENSE, Record as QualityRecord
 from ringtile.tools.quality.decoder import Decoder
 from ringtile.tools.quality.leg import Leg
 from ringtile.tools.quality.texts import Texts

@@ -25,8 +25,7 @@ from typing import Any
 
 from acceptance import bars, call_costs, row_of
 from pages import Code, Heading, Part, Table, filled, markdown, table_lines
-from suites import TILES, WINDOWS
-from suites import main as measure_suite
+from suites import TILES, WINDOWS, main as measure_suite
 
 from ringtile.tools.bench.rows import Record, Row, break_even
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, OURS, write_whole

@@ -26,8 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from ringtile.distributed.stages import ALL_GATHER as _ALL_GATHER
-from ringtile.distributed.stages import REDUCE_SCATTER as _REDUCE_SCATTER
+from ringtile.distributed.stages import ALL_GATHER as _ALL_GATHER, REDUCE_SCATTER as _REDUCE_SCATTER
 
 T = TypeVar("T")
 

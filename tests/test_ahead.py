@@ -13,8 +13,7 @@ import torch
 from processes import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringtile.distributed import Layout, make_plan, prefetched, prepare, ring_attention
-from ringtile.distributed import plan as plan_module
+from ringtile.distributed import Layout, make_plan, plan as plan_module, prefetched, prepare, ring_attention
 from ringtile.functional import sparse_attention
 from ringtile.patterns import Causal, Documents, Pattern
 

@@ -14,25 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import make_inputs
 from processes import Traffic, counted_traffic, on_ranks
 from strategies import patterns
 from test_distributed import LAYOUTS, PATTERNS
 
 from ringtile import cli
-from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
-from ringtile.distributed import plan as plan_module
-from ringtile.distributed.layout import LAYOUTS as NAMED_LAYOUTS
-from ringtile.distributed.layout import count_tokens
+from ringtile.distributed import Layout, RingPlan, make_plan, plan as plan_module, ring_attention
+from ringtile.distributed.layout import LAYOUTS as NAMED_LAYOUTS, count_tokens
 from ringtile.distributed.plan import TRANSPORTS
 from ringtile.index import build_index, build_rows, candidates, needed
 from ringtile.patterns import Causal, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
 from ringtile.patterns.base import TileGrid
-from ringtile.tools.predict import cluster
-from ringtile.tools.predict import plan as plan_verb
-from ringtile.tools.predict import work as work_module
+from ringtile.tools.predict import cluster, plan as plan_verb, work as work_module
 from ringtile.tools.predict.cheapest import cheapest_for_model, cheapest_layout, cost_of_model
 from ringtile.tools.predict.cluster import fit_link
 from ringtile.tools.predict.cost import Cost, estimate

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import Inputs, make_inputs, relative_error
 from processes import counted_traffic, on_ranks
 from torch import Tensor

@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import Inputs, make_inputs, oracle, relative_error, rule_everywhere
 from processes import Traffic, counted_traffic, on_ranks, one_rank
 from strategies import patterns
@@ -32,12 +31,12 @@ from ringtile.distributed import (
     RingPlan,
     exchange,
     make_plan,
+    plan as plan_module,
     ring_attention,
     ring_dilated_attention,
     roll,
     transports,
 )
-from ringtile.distributed import plan as plan_module
 from ringtile.distributed.exchange import Exchange
 from ringtile.distributed.layout import positions_of
 from ringtile.distributed.lockstep import Facts

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import BIASED, DECODER, MODELS
-from tiny import hf as transformers
+from tiny import BIASED, DECODER, MODELS, hf as transformers
 
 from ringtile import cli
 from ringtile.integrations.transformers import registry

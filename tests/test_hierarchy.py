@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import make_inputs
 from processes import Traffic, counted_traffic, on_ranks, one_rank, run_processes
 from strategies import patterns

@@ -11,8 +11,7 @@ from operator import attrgetter
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from indices import NAMES, edited
 from oracle import rule_everywhere
 from strategies import LENGTHS, checkerboard, grids, patterns, problems
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ringtile.index import (
     BlockIndex,
+    build as build_module,
     build_index,
     build_rows,
     cache_info,
@@ -28,9 +28,8 @@ from ringtile.index import (
     covers,
     needed,
     set_cache_limit,
+    tiles as tiles_module,
 )
-from ringtile.index import build as build_module
-from ringtile.index import tiles as tiles_module
 from ringtile.index.lists import Entries, work_list
 from ringtile.index.tiles import EMPTY, FULL, TileCollector, pack_words, popcount, unpack_words
 from ringtile.patterns import (

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from strategies import BLOCKS, checkerboard, compositions, grids, patterns, primitives, problems
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask

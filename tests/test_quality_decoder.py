@@ -31,9 +31,7 @@ from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.patterns import Causal, Pattern, Window
 from ringtile.tools.hf.models import load_model
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality import decoder as decoder_module
-from ringtile.tools.quality import leg as leg_module
-from ringtile.tools.quality import texts as texts_module
+from ringtile.tools.quality import decoder as decoder_module, leg as leg_module, texts as texts_module
 from ringtile.tools.quality.calibrate import run
 from ringtile.tools.quality.cells import Cell, Folder, Job, Measured, Record, Setting, measure_all
 from ringtile.tools.quality.decoder import Decoder, faster_dtype

@@ -31,8 +31,7 @@ from suites import PEERS, suite
 
 import dilated_attention_pytorch
 import ringtile
-from ringtile import cli, patterns
-from ringtile import index as layout
+from ringtile import cli, index as layout, patterns
 from ringtile.patterns import Pattern
 from ringtile.tools import bench
 from ringtile.tools.bench.rows import Record, break_even

@@ -15,8 +15,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from small_tasks import __main__ as program
-from small_tasks import trained
+from small_tasks import __main__ as program, trained
 from small_tasks.claims import CLAIMS, verdict, verdicts
 from small_tasks.models import Reader, judge, restore, save
 from small_tasks.page import page_of, parts_of

@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_list_cases import CASES
 
 from ringtile import sparse_attention
-from ringtile.kernels import select
-from ringtile.kernels import triton as backend
+from ringtile.kernels import select, triton as backend
 from ringtile.kernels.contracts import Call, Lists, Rows
 from ringtile.kernels.triton import chosen
 from ringtile.patterns import Causal, Chosen

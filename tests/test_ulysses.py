@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from oracle import Inputs, make_inputs, oracle, relative_error
 from processes import counted_traffic, on_ranks, run_processes
 from test_distributed import (

@@ -1,35 +1,36 @@
 """The public names of the system that ringtile succeeds, translated to it: tensors are ``[B, N, H, D]``."""
 
-from dilated_attention_pytorch.attention import BlockSparseOptimized as BlockSparseOptimized
-from dilated_attention_pytorch.attention import BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention
-from dilated_attention_pytorch.attention import BlockSparseTorchSparse as BlockSparseTorchSparse
-from dilated_attention_pytorch.attention import ImprovedDilatedAttention as ImprovedDilatedAttention
-from dilated_attention_pytorch.attention import RingAttentionConfig as RingAttentionConfig
-from dilated_attention_pytorch.attention import RingDilatedAttentionProduction as RingDilatedAttentionProduction
-from dilated_attention_pytorch.attention import RingDilatedAttentionV2 as RingDilatedAttentionV2
-from dilated_attention_pytorch.attention import hierarchical_sparse_attention as hierarchical_sparse_attention
-from dilated_attention_pytorch.config import PatternConfig as PatternConfig
-from dilated_attention_pytorch.config import SparsePatternConfig as SparsePatternConfig
+from dilated_attention_pytorch.attention import (
+    BlockSparseOptimized as BlockSparseOptimized,
+    BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention,
+    BlockSparseTorchSparse as BlockSparseTorchSparse,
+    ImprovedDilatedAttention as ImprovedDilatedAttention,
+    RingAttentionConfig as RingAttentionConfig,
+    RingDilatedAttentionProduction as RingDilatedAttentionProduction,
+    RingDilatedAttentionV2 as RingDilatedAttentionV2,
+    hierarchical_sparse_attention as hierarchical_sparse_attention,
+)
+from dilated_attention_pytorch.config import PatternConfig as PatternConfig, SparsePatternConfig as SparsePatternConfig
 from dilated_attention_pytorch.distributed import (
     BlockSparseRingAdvancedDistributedDilatedAttention as BlockSparseRingAdvancedDistributedDilatedAttention,
+    DistributedSparseConfig as DistributedSparseConfig,
+    DistributedSparsePattern as DistributedSparsePattern,
+    GradientCompression as GradientCompression,
+    compress_gradients as compress_gradients,
 )
-from dilated_attention_pytorch.distributed import DistributedSparseConfig as DistributedSparseConfig
-from dilated_attention_pytorch.distributed import DistributedSparsePattern as DistributedSparsePattern
-from dilated_attention_pytorch.distributed import GradientCompression as GradientCompression
-from dilated_attention_pytorch.distributed import compress_gradients as compress_gradients
-from dilated_attention_pytorch.generator import PersistentPatternCache as PersistentPatternCache
-from dilated_attention_pytorch.generator import SparsePatternGenerator as SparsePatternGenerator
+from dilated_attention_pytorch.generator import (
+    PersistentPatternCache as PersistentPatternCache,
+    SparsePatternGenerator as SparsePatternGenerator,
+)
 from dilated_attention_pytorch.multihead import (
     BlockSparseRingMultiheadDilatedAttention as BlockSparseRingMultiheadDilatedAttention,
-)
-from dilated_attention_pytorch.multihead import ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention
-from dilated_attention_pytorch.multihead import (
+    ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention,
     create_adaptive_sparse_multihead_attention as create_adaptive_sparse_multihead_attention,
-)
-from dilated_attention_pytorch.multihead import (
     create_block_sparse_multihead_attention as create_block_sparse_multihead_attention,
 )
-from dilated_attention_pytorch.pattern_tools import PatternMetrics as PatternMetrics
-from dilated_attention_pytorch.pattern_tools import PatternQualityAnalyzer as PatternQualityAnalyzer
-from dilated_attention_pytorch.pattern_tools import PatternVisualizer as PatternVisualizer
-from dilated_attention_pytorch.pattern_tools import pattern_statistics as pattern_statistics
+from dilated_attention_pytorch.pattern_tools import (
+    PatternMetrics as PatternMetrics,
+    PatternQualityAnalyzer as PatternQualityAnalyzer,
+    PatternVisualizer as PatternVisualizer,
+    pattern_statistics as pattern_statistics,
+)

@@ -1,36 +1,38 @@
 """Patterns that follow the content, and their measured quality."""
 
-from ringtile.adaptive.audit import QualityReport as QualityReport
-from ringtile.adaptive.audit import audit as audit
-from ringtile.adaptive.budgets import Budget as Budget
-from ringtile.adaptive.budgets import Density as Density
-from ringtile.adaptive.budgets import Gain as Gain
-from ringtile.adaptive.budgets import Threshold as Threshold
-from ringtile.adaptive.budgets import TopK as TopK
-from ringtile.adaptive.budgets import TopP as TopP
+from ringtile.adaptive.audit import QualityReport as QualityReport, audit as audit
+from ringtile.adaptive.budgets import (
+    Budget as Budget,
+    Density as Density,
+    Gain as Gain,
+    Threshold as Threshold,
+    TopK as TopK,
+    TopP as TopP,
+)
 from ringtile.adaptive.cache import AdaptiveCache as AdaptiveCache
-from ringtile.adaptive.calibration import GRID as GRID
-from ringtile.adaptive.calibration import Calibration as Calibration
-from ringtile.adaptive.calibration import HeadFacts as HeadFacts
-from ringtile.adaptive.calibration import head_facts as head_facts
-from ringtile.adaptive.choice import Choice as Choice
-from ringtile.adaptive.choice import select as select
-from ringtile.adaptive.control import Controller as Controller
-from ringtile.adaptive.control import ControlReport as ControlReport
-from ringtile.adaptive.indexed import IndexedAttention as IndexedAttention
-from ringtile.adaptive.indexed import share_keys as share_keys
+from ringtile.adaptive.calibration import (
+    GRID as GRID,
+    Calibration as Calibration,
+    HeadFacts as HeadFacts,
+    head_facts as head_facts,
+)
+from ringtile.adaptive.choice import Choice as Choice, select as select
+from ringtile.adaptive.control import Controller as Controller, ControlReport as ControlReport
+from ringtile.adaptive.indexed import IndexedAttention as IndexedAttention, share_keys as share_keys
 from ringtile.adaptive.indexer import index_topk as index_topk
 from ringtile.adaptive.losses import index_loss as index_loss
-from ringtile.adaptive.scores import Antidiagonal as Antidiagonal
-from ringtile.adaptive.scores import Blend as Blend
-from ringtile.adaptive.scores import Box as Box
-from ringtile.adaptive.scores import Means as Means
-from ringtile.adaptive.scores import Probe as Probe
-from ringtile.adaptive.scores import Recent as Recent
-from ringtile.adaptive.scores import Refined as Refined
-from ringtile.adaptive.scores import Rounded as Rounded
-from ringtile.adaptive.scores import Scores as Scores
-from ringtile.adaptive.scores import Shuffled as Shuffled
-from ringtile.adaptive.scores import Sum as Sum
+from ringtile.adaptive.scores import (
+    Antidiagonal as Antidiagonal,
+    Blend as Blend,
+    Box as Box,
+    Means as Means,
+    Probe as Probe,
+    Recent as Recent,
+    Refined as Refined,
+    Rounded as Rounded,
+    Scores as Scores,
+    Shuffled as Shuffled,
+    Sum as Sum,
+)
 from ringtile.adaptive.selection import AdaptiveAttention as AdaptiveAttention
 from ringtile.adaptive.view import View as View

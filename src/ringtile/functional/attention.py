@@ -15,8 +15,7 @@ from torch import Tensor
 from ringtile.functional.bias import Bias, dense_bias, terms_of
 from ringtile.functional.chosen import check_lists, lists_of
 from ringtile.functional.merge import merge_attention
-from ringtile.functional.tensors import check_plain as check_plain
-from ringtile.functional.tensors import is_real
+from ringtile.functional.tensors import check_plain as check_plain, is_real
 from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.bias import Term, attend_biased
 from ringtile.kernels.chosen import attend_lists
@@ -24,8 +23,7 @@ from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, accumul
 from ringtile.kernels.operators import attention, is_unseen
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
-from ringtile.kernels.reference import Options as ReferenceOptions
-from ringtile.kernels.reference import attention_reference
+from ringtile.kernels.reference import Options as ReferenceOptions, attention_reference
 from ringtile.kernels.select import NAMES, is_logged, select, select_biased, select_lists
 from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid
 from ringtile.patterns.checks import check_number

@@ -19,8 +19,7 @@ from ringtile.index.block_index import BlockIndex
 from ringtile.index.covers import CANDIDATE_BYTES, MAX_BYTES, Budget, groups_of, shortened, strips
 from ringtile.index.lists import Entries
 from ringtile.index.schedule import is_capturing
-from ringtile.index.tiles import BLOCKS as BLOCKS
-from ringtile.index.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
+from ringtile.index.tiles import BLOCKS as BLOCKS, EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
 from ringtile.patterns import base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 from ringtile.patterns.traced import outside_graphs

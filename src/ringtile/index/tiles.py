@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, TileGrid
-from ringtile.patterns.mask import odd_numbers
-from ringtile.patterns.mask import pack_words as pack_words
-from ringtile.patterns.mask import unpack_words as unpack_words
+from ringtile.patterns.mask import odd_numbers, pack_words as pack_words, unpack_words as unpack_words
 
 BLOCKS = (16, 32, 64, 128)
 """Tile sides, in tokens."""

@@ -3,8 +3,12 @@
 from ringtile.functional.cache import LayerCache as LayerCache
 from ringtile.modules.language_model import SparseLanguageModel as SparseLanguageModel
 from ringtile.modules.longnet import longnet_attend as longnet_attend
-from ringtile.modules.multihead import SparseMultiheadAttention as SparseMultiheadAttention
-from ringtile.modules.multihead import replace_attention as replace_attention
-from ringtile.modules.transformer import KVCache as KVCache
-from ringtile.modules.transformer import SparseTransformer as SparseTransformer
-from ringtile.modules.transformer import SparseTransformerLayer as SparseTransformerLayer
+from ringtile.modules.multihead import (
+    SparseMultiheadAttention as SparseMultiheadAttention,
+    replace_attention as replace_attention,
+)
+from ringtile.modules.transformer import (
+    KVCache as KVCache,
+    SparseTransformer as SparseTransformer,
+    SparseTransformerLayer as SparseTransformerLayer,
+)

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringtile.patterns.grid import Cover as Cover
-from ringtile.patterns.grid import TileGrid as TileGrid
-from ringtile.patterns.grid import number_pairs
+from ringtile.patterns.grid import Cover as Cover, TileGrid as TileGrid, number_pairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,9 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringtile.distributed.failures.errors import PlanMismatch as PlanMismatch
-from ringtile.distributed.failures.errors import RankLost as RankLost
-from ringtile.distributed.failures.errors import difference, first_line, named
+from ringtile.distributed.failures.errors import (
+    PlanMismatch as PlanMismatch,
+    RankLost as RankLost,
+    difference,
+    first_line,
+    named,
+)
 from ringtile.distributed.failures.watcher import Member, Watcher, aside, end_process
 from ringtile.distributed.process_groups import STORES, base_of, is_alone, known, of_group, store_of, timeout_of
 

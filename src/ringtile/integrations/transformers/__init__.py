@@ -8,8 +8,10 @@ from ringtile.integrations.transformers.indexers import index_losses
 from ringtile.integrations.transformers.registry import model_facts, register, use_ringtile
 
 if TYPE_CHECKING:
-    from ringtile.integrations.transformers.parallel import ContextParallel as ContextParallel
-    from ringtile.integrations.transformers.parallel import context_parallel as context_parallel
+    from ringtile.integrations.transformers.parallel import (
+        ContextParallel as ContextParallel,
+        context_parallel as context_parallel,
+    )
     from ringtile.integrations.transformers.serving import continuous_batching as continuous_batching
 
     CPTrainer: Any

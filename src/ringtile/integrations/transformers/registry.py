@@ -20,11 +20,11 @@ from ringtile.integrations.transformers.attention import (
     LayerAttend,
     LayerDecode,
     LayerPattern,
+    attend as attend_layer,
     check_attend,
     check_decode,
     read_pattern,
 )
-from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.biases import is_replaced, replace_biases
 from ringtile.integrations.transformers.by_hand import CONVERTED, convert
 from ringtile.integrations.transformers.indexers import stream_indexers

@@ -26,6 +26,7 @@ from ringtile.index.covers import MAX_BYTES
 from ringtile.index.tiles import pack_words
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid
+from ringtile.patterns.captures import with_reads
 
 Transport = Literal["exchange", "gather", "ring", "hierarchy", "ulysses"]
 TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy", "ulysses")
@@ -200,6 +201,7 @@ def make_plan(
         raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
     if type(rank) is not int or not 0 <= rank < layout.n_ranks:
         raise ValueError(f"rank: expected an integer from 0 to {layout.n_ranks - 1}, got {rank!r}")
+    pattern = None if pattern is None else with_reads(pattern)
     return _make_plan(pattern, layout, rank, block, gather, num_heads=num_heads, batch=batch, max_bytes=max_bytes)
 
 

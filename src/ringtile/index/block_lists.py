@@ -213,7 +213,7 @@ class FlexPattern(OfMask):
         head, query, key = (part.expand(shape).flatten() for part in (head, query - self.lengths[2], key))
         of_head = head if self.num_heads is not None else torch.zeros_like(head)
         state = self._states(query)[of_head, query // self.sides[0], key // self.sides[1]]
-        marked = one_by_one(self.mask_mod, torch.full_like(head, self.row), head, query, key)
+        marked = one_by_one(self.mask_mod, self.row, head, query, key)
         return ((state == FULL) | ((state == _PARTIAL) & marked)).view(shape)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
@@ -253,7 +253,8 @@ def from_block_mask(block_mask: BlockMask, *, start: int | None = None) -> Patte
     Full blocks keep every pair, partial blocks the pairs of ``mask_mod``, and other blocks no pairs. Query a of the
     mask is at position ``start + a``, by default ``n_keys - n_queries``. A batch or head dimension of 1 means any
     number. The same mask returns the same pattern, so the cache finds its index. The first build evaluates ``mask_mod``
-    in partial blocks, as slowly as `Elements`. ringtile reads the lists once, so it does not notice a change in place.
+    in partial blocks, as slowly as `Elements`. ringtile reads the lists and the rule once: a change in place, or of a
+    tensor that the rule reads, needs a new mask.
     Raises ValueError if the mask's lists are not four-dimensional.
 
     >>> from ringtile.index import build_index

@@ -22,6 +22,7 @@ from ringtile.index.schedule import is_capturing
 from ringtile.index.tiles import BLOCKS as BLOCKS, EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
 from ringtile.patterns import base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
+from ringtile.patterns.captures import with_reads
 from ringtile.patterns.traced import outside_graphs
 
 MAX_HEADS = 1 << 16
@@ -316,6 +317,9 @@ def build_index(
     lengths = TileGrid(block, start, n_queries, n_keys)
     # A rule that is defined for all positions fills whole tiles. They serve all lengths that touch the same tiles.
     grid = lengths.whole if pattern.unbounded else lengths
+    if pattern.text is None:
+        with real_tensors():
+            pattern = with_reads(pattern)
     key = (pattern, grid, num_heads, batch, device)
     index = _cache.get(key, lengths, is_capturing(device))
     if index is None:

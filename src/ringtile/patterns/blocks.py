@@ -1,13 +1,17 @@
 """Patterns of whole blocks, and patterns of any rule."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import gcd
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ringtile.patterns.base import Pattern, same_for_heads
 from ringtile.patterns.checks import LARGEST_BLOCK, as_tensor, checked_int
@@ -310,8 +314,9 @@ class Elements(Pattern):
 
     The tensors broadcast against each other. Building an index evaluates every pair of every head, which is quadratic
     in the length. If you intersect it with a small pattern (``Window(512) & Elements(fn)``), only the pairs of that
-    pattern are evaluated. Two patterns are equal if their functions are equal. Elements have no text form. Raises
-    ValueError if ``fn`` is not callable or does not return bool of the broadcast shape.
+    pattern are evaluated. Two patterns are equal if their functions are equal. An index is built anew if the data
+    changes that a function reads. Elements have no text form. Raises ValueError if ``fn`` is not callable or does not
+    return bool of the broadcast shape.
 
     >>> print(Elements(lambda head, query, key: (query + key) % 2 == 0).draw(2))
     █·
@@ -319,6 +324,8 @@ class Elements(Pattern):
     """
 
     fn: Callable[[Tensor, Tensor, Tensor], Tensor]
+    reads: Hashable = field(init=False, default=None)
+    """The data that the function reads, set by caches."""
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -340,12 +347,20 @@ class Elements(Pattern):
         except RuntimeError as error:
             raise ValueError(f"elements expects fn to return shape {tuple(shape)}, got {tuple(kept.shape)}") from error
 
+    @property
+    def batch_size(self) -> int | None:
+        return self.fn.batch if isinstance(self.fn, FlexRule) else None
+
+    def batch_row(self, batch: int) -> Pattern:
+        fn = self.fn
+        return Elements(FlexRule(fn.mask_mod, None, batch)) if isinstance(fn, FlexRule) and fn.batch else self
+
     @classmethod
-    def from_mask_mod(cls, mask_mod: MaskMod) -> Self:
+    def from_mask_mod(cls, mask_mod: MaskMod, batch: int | None = None) -> Self:
         """Return the pattern of a FlexAttention rule ``mask_mod(b, h, q_idx, kv_idx)``, whose indices are positions.
 
-        The rule is called with b = 0 for every batch row. If it depends on b, pass the `BlockMask` of
-        ``create_block_mask(mask_mod, B=...)`` in place of a pattern. Patterns of the same function are equal.
+        A rule that reads b needs ``batch``, the number of batch elements. Without it, reading b raises ValueError.
+        Patterns of the same function are equal.
 
         >>> print(Elements.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx - kv_idx == h).draw(3, head=1))
         ···
@@ -354,22 +369,55 @@ class Elements(Pattern):
         """
         if not callable(mask_mod):
             raise ValueError(f"elements expects mask_mod to be callable, got mask_mod={mask_mod!r}")
-        return cls(_FlexRule(mask_mod))
+        if batch is not None:
+            checked_int("elements", "batch", batch, 1)
+        return cls(FlexRule(mask_mod, batch))
 
 
 @dataclass(frozen=True)
-class _FlexRule:
+class FlexRule:
+    """A FlexAttention rule as the function of `Elements`, for one batch element or for ``batch`` of them."""
+
     mask_mod: MaskMod
+    batch: int | None
+    row: int | None = None
 
     def __call__(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return one_by_one(self.mask_mod, torch.zeros_like(head), head, query, key)
+        if self.batch is not None:
+            raise ValueError(f"mask_mod of {self.batch} batch elements: ask batch_row(b), the pattern of one")
+        return one_by_one(self.mask_mod, self.row, head, query, key)
 
 
-def one_by_one(mask_mod: MaskMod, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Evaluate a FlexAttention rule as FlexAttention does: on one pair at a time, as far as the function can tell."""
+class _Unread(TorchFunctionMode):
+    """Raise ValueError if an operation reads the value of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        # FlexAttention's `and_masks` begins with b.new_ones().
+        values = args[1:] if func.__name__.startswith(("new_", "__get__")) else args
+        if any(x is self.tensor for x in tree_leaves((values, kwargs))):
+            raise ValueError("mask_mod: it reads b, so expected from_mask_mod(mask_mod, batch=B), got no batch")
+        return func(*args, **(kwargs or {}))
+
+
+def one_by_one(mask_mod: MaskMod, row: int | None, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Evaluate a FlexAttention rule as FlexAttention does: on one pair at a time, as far as the function can tell.
+
+    Raises ValueError if the rule reads the number of its batch element and ``row`` is None.
+    """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    numbers = torch.broadcast_tensors(batch, head, query, key)
-    with TransformGetItemToIndex():
-        kept: Tensor = torch.vmap(mask_mod)(*(number.flatten() for number in numbers))
+    numbers, batch = torch.broadcast_tensors(head, query, key), query.new_full((), row or 0)
+    refuses = nullcontext() if row is not None else _Unread(batch)
+    with TransformGetItemToIndex(), refuses:
+        kept: Tensor = torch.vmap(partial(mask_mod, batch))(*(number.flatten() for number in numbers))
     return kept.view(numbers[0].shape)

@@ -124,8 +124,9 @@ def one_of_equals(mask: Tensor) -> Tensor:
 def from_mask(mask: Tensor) -> Pattern:
     """Return the pattern of the pairs that a dense mask keeps.
 
-    The mask is copied, as bits of its distinct tiles of 128 x 128. The last query sits at the last key. A pattern made
-    of rules works at every length and needs no N x N mask. This one has the lengths of the mask and no text form.
+    The mask is copied, as bits of its distinct tiles of 128 x 128, so later changes do not count. The last query sits
+    at the last key. A pattern made of rules works at every length and needs no N x N mask. This one has the lengths of
+    the mask and no text form.
 
     Args:
         mask: bool ``[Nq, Nk]``, ``[H, Nq, Nk]`` or ``[B, H, Nq, Nk]``, True for pairs to keep. H and B can be 1, for
@@ -198,10 +199,7 @@ def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
     """
     if torch.compiler.is_compiling():
         raise ValueError(f"{_REFUSED}, got {mask.shape=}")
-    # Inference tensors do not count their changes.
-    if mask.is_inference():
-        return read(mask, *arguments)
-    state = (read, mask._version, mask.data_ptr(), mask.shape, arguments, _fingerprint(mask))
+    state = read, arguments, state_of(mask)
     reading = _readings.get(mask)
     if reading is None or reading[0] != state:
         reading = _readings[mask] = state, read(mask, *arguments)
@@ -211,6 +209,13 @@ def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
 
 _MULTIPLIERS = odd_numbers(3, 4096)
 """For three rounds of `_fingerprint`: enough for 4096**3 words."""
+
+
+def state_of(x: Tensor) -> Hashable:
+    """Return a value that differs if the memory or the values of a tensor have changed."""
+    # Inference tensors do not count their changes.
+    version = digest_of(x) if x.is_inference() else x._version
+    return version, x.data_ptr(), x.shape, _fingerprint(x)
 
 
 def _fingerprint(mask: Tensor) -> int | None:

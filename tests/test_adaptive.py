@@ -131,6 +131,13 @@ def test_a_probe_is_the_exact_attention_of_its_rows(rule: Pattern, rows: Any) ->
         parts = [0] if rows == "first" else [(2 * part + 1) * len(inside) // 6 for part in range(3)]
         expected = normalized(masses[:, :, inside[parts]].sum(2))
         assert torch.allclose(found[:, :, tile].double(), expected, atol=1e-6), tile
+    # Queries without keys have no part in a mean.
+    key_mask = torch.arange(201) >= 60
+    masses = by_tile(weights_of(q, k, kept_pairs(base, q, k, key_mask=key_mask.expand(2, -1))))
+    some = torch.tensor([[20, 45, 50], [90, 100, 110]])
+    live = (masses[:, :, some].sum(4, keepdim=True) > 0.5).sum(3).clamp(min=1)
+    means = View(q, k, base, key_mask.expand(2, -1)).exact_masses(some).double()
+    assert torch.allclose(means, masses[:, :, some].sum(3) / live, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +424,10 @@ def test_last_queries_and_short_inputs_are_dense(scores: Scores) -> None:
     causal = torch.ones(250, 250, dtype=torch.bool).tril()
     assert torch.equal(pairs[:, 230:], causal[230:].expand(4, -1, -1))
     assert (pairs[:, 200:220].sum(2) < 150).all()
+    # The same for the queries from position 103 on.
+    pairs = select(q[:, :, 103:], k, budget=Density(0.1), last_dense=20, **options).to_dense()[0]
+    assert torch.equal(pairs[:, 127:], causal[230:].expand(4, -1, -1))
+    assert (pairs[:, 97:117].sum(2) < 150).all()
     assert select(q, k, min_length=251, **options) is build_index(Causal(), 250, num_heads=4, block=BLOCK)
     assert select(q, k, budget=Density(0.1), min_length=250, **options).tile_density < 0.5
     whole = AdaptiveAttention(scores, min_length=300, block=BLOCK)(q, k, v, is_causal=True)

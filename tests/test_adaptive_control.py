@@ -130,6 +130,19 @@ def test_a_call_reports_what_it_chose_and_the_audit_agrees() -> None:
     assert "heads dense" in repr(attend.report)
 
 
+def test_rows_without_keys_hold_no_quality() -> None:
+    q, k = heads_of_many_kinds(1, 4)
+    key_mask = torch.arange(N)[None] >= N // 2
+    attend = AdaptiveAttention(budget=Controller(0.9, rows=N), block=BLOCK)
+    index = attend.index(q, k, is_causal=True, key_mask=key_mask)
+    assert attend.report is not None
+    found = audit(q, k, k, index, rows=N, key_mask=key_mask).recall
+    assert torch.equal(found.isnan(), ~key_mask.expand(1, 4, -1))
+    assert torch.allclose(found.nanmean(2), attend.report.recall, atol=1e-6)
+    assert not attend.report.dense.any()
+    assert index.tile_density < 0.8
+
+
 def test_a_head_that_nothing_serves_is_dense_and_named() -> None:
     q, k = heads_of_many_kinds(1, 4)
     q[:, 1] = 0
@@ -349,3 +362,9 @@ def test_heads_are_weighed_by_what_they_lose() -> None:
     # The means are 0.4 / 3 of both, so the costs are 7.5 * (1 + 2), 7.5 * (1 + 1) and 7.5 * (1 + 0.5).
     torch.testing.assert_close(first, (torch.tensor([3.0, 2.0]) * 2 / 4.333333).pow(0.25))
     torch.testing.assert_close(second, (torch.tensor([1.5]) * 2 / 4.333333).pow(0.25))
+    # An error per dropped part counts from a part of 0.001 on. The mean part is 0.1, and the mean error 0.2.
+    (third,) = head_weights([of([0.0001, 0.01, 0.2899], [0.2, 0.2, 0.2])])
+    costs = 10 + torch.tensor([0.2 / 0.001, 0.2 / 0.01, 0.2 / 0.2899]) / 0.2
+    torch.testing.assert_close(third, (costs / costs.mean()).clamp(0.2, 6).pow(0.25))
+    made = Calibration.of([of([0.1], [0.2])], {}, Probe(), block=32, first=2, local=0, text={"tokens": 9})
+    assert (made.block, made.first, made.local, made.text) == (32, 2, 0, {"tokens": 9})

@@ -22,10 +22,37 @@ def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     return (scores.nan_to_num(0) + 2.0 * forced).masked_fill(~allowed, -1)
 
 
+def _ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns of each row by `rank_of`, best first, and their scores, 0 if they are not allowed."""
+    order = rank_of(scores, allowed, forced).sort(dim=3, descending=True, stable=True).indices
+    return order, scores.nan_to_num(0).masked_fill(~allowed, 0).gather(3, order)
+
+
 def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
     """Return the number of tiles that are a fraction of the allowed ones, rounded up, int64."""
     # 0.1 * 30 is 3.0000000000000004 in float64: without the epsilon it would round up to 4 tiles.
     return (density * allowed - 1e-9).ceil().clamp(min=0).long()
+
+
+def _tuple_of(numbers: float | tuple[float, ...]) -> tuple[float, ...]:
+    return numbers if isinstance(numbers, tuple) else (numbers,)
+
+
+def _set_numbers(budget: "Budget", name: str, said: str, most: float) -> None:
+    """Make a sequence of numbers a tuple. Raise ValueError if a number is out of range."""
+    numbers = getattr(budget, name)
+    if isinstance(numbers, Sequence | Tensor):
+        numbers = tuple(float(x) for x in numbers)
+        object.__setattr__(budget, name, numbers)
+    if numbers == () or not all(0 <= x <= most for x in _tuple_of(numbers)):
+        raise ValueError(f"{name}: expected numbers {said}, got {numbers!r}")
+
+
+def _by_head(name: str, numbers: float | tuple[float, ...], heads: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return one number for all heads, or one per head, ``[1 or H, 1]``. Raise ValueError if they do not match."""
+    if isinstance(numbers, tuple) and len(numbers) != heads:
+        raise ValueError(f"{name}: expected one number, or one for each of {heads} heads, got {numbers}")
+    return torch.tensor(_tuple_of(numbers), dtype=dtype, device=like.device).unsqueeze(1)
 
 
 class Budget(ABC):
@@ -91,20 +118,10 @@ class Density(Counted):
     density: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, Sequence | Tensor):
-            object.__setattr__(self, "density", tuple(float(x) for x in self.density))
-        if not self._each or not all(0 <= x <= 1 for x in self._each):
-            raise ValueError(f"density: expected numbers from 0 to 1, got {self.density!r}")
-
-    @property
-    def _each(self) -> tuple[float, ...]:
-        return self.density if isinstance(self.density, tuple) else (self.density,)
+        _set_numbers(self, "density", "from 0 to 1", 1)
 
     def wanted(self, allowed: Tensor, heads: int) -> Tensor:
-        if isinstance(self.density, tuple) and len(self.density) != heads:
-            raise ValueError(f"density: expected one number, or one for each of {heads} heads, got {self.density}")
-        each = torch.tensor(self._each, dtype=torch.float64, device=allowed.device)
-        return counts_of(each.unsqueeze(1), allowed)
+        return counts_of(_by_head("density", self.density, heads, allowed, torch.float64), allowed)
 
 
 @dataclass(frozen=True)
@@ -126,8 +143,7 @@ class TopP(Budget):
         if self.p == 1:
             return allowed.expand_as(scores)
         forced = allowed & forced
-        order = rank_of(scores, allowed, forced).sort(dim=3, descending=True, stable=True).indices
-        inside = scores.nan_to_num(0).masked_fill(~allowed, 0).gather(3, order)
+        order, inside = _ranked(scores, allowed, forced)
         # The sum before a tile, so that the tile that crosses p stays: of (0.5, 0.3, 0.2) at 0.7, the first two.
         first = inside.cumsum(3) - inside < self.p
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, order, first & (inside > 0)) & allowed | forced
@@ -144,25 +160,14 @@ class Threshold(Budget):
     least: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if isinstance(self.least, Sequence | Tensor):
-            object.__setattr__(self, "least", tuple(float(x) for x in self.least))
-        if not self._each or not all(x >= 0 for x in self._each):
-            raise ValueError(f"least: expected numbers of at least 0, got {self.least!r}")
-
-    @property
-    def _each(self) -> tuple[float, ...]:
-        return self.least if isinstance(self.least, tuple) else (self.least,)
+        _set_numbers(self, "least", "of at least 0", math.inf)
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-        if isinstance(self.least, tuple) and len(self.least) != scores.shape[1]:
-            raise ValueError(
-                f"least: expected one number, or one for each of {scores.shape[1]} heads, got {self.least}"
-            )
         scores = scores.nan_to_num(0)
         return kept_above(self._lowest(scores, allowed, forced), scores, allowed, forced)
 
     def _lowest(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-        return torch.tensor(self._each, dtype=torch.float32, device=scores.device).unsqueeze(1)
+        return _by_head("least", self.least, scores.shape[1], scores, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -201,7 +206,7 @@ class Gain(Threshold):
         low = wanted(high)
         high = high.masked_fill(high < low, torch.inf)
         # From 1 down to the square of the number, by factors of 1.03.
-        steps = math.log2(max(2.0, -2 * math.log(max(min(self._each), _TINY**0.5)) / math.log(1.03)))
+        steps = math.log2(max(2.0, -2 * math.log(max(min(_tuple_of(self.least)), _TINY**0.5)) / math.log(1.03)))
         for _ in range(math.ceil(steps)):
             middle = low.sqrt() * high.sqrt()
             found = wanted(middle)
@@ -215,8 +220,7 @@ class Gain(Threshold):
 
 def gains_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return the gain of each tile, see `Gain`, for arguments as in `Budget.keep`."""
-    order = rank_of(scores, allowed, allowed & forced).sort(dim=3, descending=True, stable=True).indices
-    inside = scores.nan_to_num(0).masked_fill(~allowed, 0).gather(3, order)
+    order, inside = _ranked(scores, allowed, allowed & forced)
     # Added up from below, what is left of a row is as exact as its scores.
     left = inside.flip(3).cumsum(3).flip(3)
     return torch.zeros_like(scores).scatter_(3, order, inside.sqrt() * left.sqrt())

@@ -122,11 +122,6 @@ class IndexedAttention(nn.Module):
         """Set the numbers of keys."""
         self.keys = tuple(state.tolist()) if state.dim() else int(state)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *options: Any) -> None:
-        # Files of version 0.1.0 hold no numbers of keys.
-        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
-        super()._load_from_state_dict(state_dict, prefix, *options)
-
     def __getstate__(self) -> dict[str, Any]:
         # Copies and files hold no graph, so they hold no loss.
         return self.__dict__ | {"_loss": None}

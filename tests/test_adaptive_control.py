@@ -25,7 +25,6 @@ from ringtile.adaptive import (
     HeadFacts,
     Means,
     Probe,
-    Rounded,
     Scores,
     Shuffled,
     Sum,
@@ -310,12 +309,6 @@ def test_a_threshold_keeps_its_density_and_gives_heads_what_they_need() -> None:
     for density in (0, 1.5):
         with pytest.raises(ValueError, match="density: expected a number above 0 and at most 1"):
             found.threshold(density)
-
-
-def test_a_calibration_warns_of_numbers_of_refined_scores() -> None:
-    facts = {}, Rounded(), 16, 1, 1, ((1.0,),), tuple(1 - density for density in GRID)
-    with pytest.warns(DeprecationWarning, match="calibrate again"):
-        assert Calibration(*facts, fine_weights=((1.0,),), fine_thresholds=(0.5,)) == Calibration(*facts)
 
 
 def test_a_calibration_is_stored_and_refuses_another_model(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +155,6 @@ class Calibration:
         weights: One tuple per layer, with one weight per head.
         thresholds: The number for each density of `GRID`, descending.
         text: Facts of the calibration text: tokens, repeat, audited rows, seed, hash.
-        fine_weights, fine_thresholds: Deprecated. They change nothing.
 
     >>> from ringtile.adaptive import Probe
     >>> numbers = tuple(1 - density for density in GRID)
@@ -173,13 +171,6 @@ class Calibration:
     weights: tuple[tuple[float, ...], ...]
     thresholds: tuple[float, ...]
     text: Mapping[str, Any] = field(default_factory=dict)
-    fine_weights: InitVar[Any] = ()
-    fine_thresholds: InitVar[Any] = ()
-
-    def __post_init__(self, fine_weights: Any, fine_thresholds: Any) -> None:
-        if len(fine_weights) or len(fine_thresholds):
-            lost = "fine_weights and fine_thresholds change nothing and go in the next minor version: calibrate again"
-            warnings.warn(lost, DeprecationWarning, stacklevel=3)
 
     @classmethod
     def of(

@@ -107,7 +107,8 @@ def test_densities_outside_0_to_1_are_refused(target: object) -> None:
 def test_patterns_without_a_free_parameter_are_refused() -> None:
     with pytest.raises(ValueError, match="pattern: causal has no free parameter"):
         with_density(Causal(), 0.5, 1024)
-    with pytest.raises(ValueError, match="pattern: expected a Pattern, got str"):
-        with_density("window(3)", 0.5, 1024)
+    with pytest.raises(ValueError, match="pattern: expected a Pattern or its text, got int"):
+        with_density(3, 0.5, 1024)
+    assert with_density("causal & window(3)", 0.1, 1024) == with_density(Causal() & Window(3), 0.1, 1024)
     with pytest.raises(ValueError, match="n_queries"):
         with_density(Window(3), 0.5, -1)

@@ -194,7 +194,7 @@ def test_what_cannot_be_honored_is_refused() -> None:
         attention(x)
     with pytest.raises(ValueError, match="processor: expected one without weights, got the module IPAdapter"):
         SparseAttnProcessor(processors.IPAdapterAttnProcessor2_0(16, 16), PATTERN)
-    with pytest.raises(ValueError, match="pattern: expected a Pattern, got int"):
+    with pytest.raises(ValueError, match="pattern: expected a Pattern or its text, got int"):
         SparseAttnProcessor(processors.AttnProcessor2_0(), 128)
     with pytest.raises(ValueError, match="model: expected one of diffusers, with self-attention, got Linear"):
         use_ringtile(nn.Linear(2, 2), PATTERN)

@@ -691,7 +691,7 @@ GOOD = make_inputs(2, 4, 20, head_dim=8, dtype=torch.float32)[:3]
         ({"dilation_rates": [1, 2.5]}, "1 <= dilation_rates"),
         ({"segment_lengths": 8}, "segment_lengths to be a non-empty sequence"),
         ({"overlap": "sum"}, "overlap: expected 'mix' or 'union', got 'sum'"),
-        ({"pattern": "window(3)"}, "pattern: expected a Pattern .* got str"),
+        ({"pattern": "windw(3)"}, "pattern: unknown pattern 'windw'"),
         ({"pattern": build_index(Causal(), 20)}, "pattern: expected a Pattern .* got BlockIndex"),
         ({"pattern": per_head([Window(1)] * 3)}, "pattern: it is defined for 3 heads, got heads=4"),
         ({"key_mask": torch.ones(2, 19, dtype=torch.bool)}, r"key_mask: expected shape \(2, 20\)"),

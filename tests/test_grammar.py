@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from strategies import checkerboard, texts
+from torch import nn
 
+from ringtile import (
+    SparseTransformer,
+    build_index,
+    dilated_attention,
+    in_slices,
+    replace_attention,
+    sparse_attention,
+)
+from ringtile.adaptive import AdaptiveAttention, IndexedAttention, Probe, audit, index_loss, index_topk
+from ringtile.distributed import Layout
+from ringtile.distributed.plan import make_plan
+from ringtile.functional.cache import LayerCache
+from ringtile.kernels.reference import attention_reference
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -26,6 +43,7 @@ from ringtile.patterns import (
     per_head,
     streaming,
 )
+from ringtile.tools.predict.cheapest import cheapest_layout
 
 a, b, c = Causal(), Window(3), Strided(7)
 
@@ -87,6 +105,9 @@ def test_canonical_text(text: str, pattern: Pattern) -> None:
         ("((causal))", Causal()),
         ("window(left=3,\n\tright=0x10)", Window(3, 16)),
         ("window(1_024)", Window(1024)),
+        ("window(1K, 0)", Window(1024, 0)),
+        ("documents([16K,2M, 3])", Documents([16384, 2 << 20, 3])),
+        ("streaming:1K & window(left=2K)", streaming(1024) & Window(2048)),
         ("per_head([streaming:2, dense,])", per_head([streaming(2), Dense()])),
     ],
 )
@@ -122,6 +143,9 @@ def test_some_patterns_have_no_text() -> None:
         ("window(3, left=4)", 10, "'left' twice"),
         ("window(3.5)", 7, "whole number"),
         ("window(causal)", 7, "whole number"),
+        ("window(1K, 3) & windw(3)", 16, "unknown pattern 'windw'"),
+        ("window(K1)", 7, "unexpected character 'K'"),
+        ("window(1.5K)", 9, "decimal literal"),
         ("window(3 - 4)", 7, "whole number"),
         ("dilated(3, 4)", 8, "a list for 'rates'"),
         ("dilated([1, x], 4)", 12, "whole number"),
@@ -207,3 +231,55 @@ def test_any_text_is_a_pattern_or_a_value_error(text: str) -> None:
 
 def test_parsing_is_cached() -> None:
     assert parse("window(12345)") is parse("window(12345)")
+
+
+def test_every_function_and_module_takes_a_text() -> None:
+    q, text, rule = torch.randn(1, 4, 40, 16), "causal & window(3)", Causal() & Window(3)
+    heads = torch.randn(1, 40, 16)
+    indexed = IndexedAttention(4, 16, keys=24, dim=4).eval()
+    calls: list[Callable[[Any], Any]] = [
+        lambda given: sparse_attention(q, q, q, given),
+        lambda given: sparse_attention(q, q, q, given, is_causal=True, softcap=2.0),
+        lambda given: sparse_attention(q, q, q, per_head([given, "dense", given, given])),
+        lambda given: dilated_attention(q, q, q, [16, 8], [2, 1], pattern=given),
+        lambda given: in_slices(2)(q, q, q, given),
+        lambda given: attention_reference(q, q, q, given)[0],
+        lambda given: LayerCache(given).attend(q, q, q),
+        lambda given: AdaptiveAttention(Probe("first")).new_cache(given).attend(q, q, q),
+        lambda given: AdaptiveAttention()(q, q, q, given),
+        lambda given: indexed(q, q, q, given),
+        lambda given: index_topk(q, q, 4, groups=4, pattern=given),
+        lambda given: index_loss(q, q, q, q, groups=4, pattern=given),
+        lambda given: audit(q, q, q, build_index(rule, 40), reference=given).recall,
+        lambda given: build_index(given, 40).keys_of(torch.arange(40)),
+    ]
+    for call in calls:
+        torch.manual_seed(0)
+        wanted = call(rule)
+        torch.manual_seed(0)
+        assert torch.equal(call(text), wanted)
+    assert make_plan(text, Layout.contiguous(400, 2), 0) == make_plan(rule, Layout.contiguous(400, 2), 0)
+    assert cheapest_layout({text: 2, "causal": 1}, 1 << 12, 2) == cheapest_layout({rule: 2, a: 1}, 1 << 12, 2)
+    assert SparseTransformer(3, 16, 4, pattern=text).layers[2].pattern == rule
+    assert [layer.pattern for layer in SparseTransformer(2, 16, 4, pattern=[text, None]).layers] == [rule, None]
+    model = replace_attention(nn.MultiheadAttention(16, 4, batch_first=True), pattern=text)
+    assert torch.equal(model(heads, heads, heads)[0], replace_attention(model, pattern=rule)(heads, heads, heads)[0])
+
+
+@pytest.mark.parametrize(
+    "text", ["causal & window(3)", "neighborhood([8, 64], 5)", "neighborhood([8, 64], 5, tile=[4, 8])"]
+)
+def test_a_text_in_a_graph(text: str) -> None:
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 512, 16)
+    for is_causal in (False, True):
+        attend = torch.compile(
+            lambda x, causal: sparse_attention(x, x, x, text, is_causal=causal), backend="eager", fullgraph=True
+        )
+        wanted = attention_reference(q, q, q, Causal() & parse(text) if is_causal else parse(text))[0]
+        assert (attend(q, is_causal) - wanted).abs().max() < 1e-5
+
+
+def test_a_mistake_in_a_text_names_the_argument() -> None:
+    with pytest.raises(ValueError, match=r"\Apattern: unknown pattern 'windw', did you mean 'window'\?\n  windw\(3\)"):
+        sparse_attention(*torch.zeros(3, 1, 1, 8, 4), "windw(3)")

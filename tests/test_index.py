@@ -718,7 +718,7 @@ def test_built_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pattern": "causal"}, "pattern: expected a Pattern, got str"),
+        ({"pattern": 3}, "pattern: expected a Pattern or its text, got int"),
         ({"n_queries": -1}, "n_queries: expected an integer of at least 0, got -1"),
         ({"n_queries": True}, "n_queries"),
         ({"n_keys": -5}, "n_keys"),

@@ -424,7 +424,7 @@ def test_wrong_calls_are_refused() -> None:
     for change, said in (
         ({"start": 3}, "start: an indexer takes a key_mask and queries at the end instead"),
         ({"key_lengths": torch.tensor([3])}, "key_lengths: an indexer takes a key_mask"),
-        ({"pattern": build_index(Causal(), 64)}, "pattern: expected a Pattern or None, got BlockIndex"),
+        ({"pattern": build_index(Causal(), 64)}, "pattern: expected a Pattern or its text, got BlockIndex"),
         ({"pattern": per_head([Causal(), Dense()] * 2)}, "pattern: expected a Pattern of all heads"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "weights": ({"weights": torch.zeros(2, 1, 71)}, "weights", "(2, 4, 71)"),
     "integer weights": ({"weights": torch.zeros(2, 4, 71, dtype=torch.int64)}, "weights", "int64"),
     "local": ({"local": -1}, "local", "-1"),
-    "pattern": ({"pattern": "causal"}, "pattern", "'causal'"),
+    "pattern": ({"pattern": "causl"}, "pattern", "did you mean 'causal'"),
     "pattern of heads": ({"pattern": per_head([Causal(), Dense()] * 2)}, "pattern", "all heads"),
     "pattern of a batch": ({"pattern": Documents(ids=torch.zeros(3, 71, dtype=torch.int64))}, "pattern", "2 batch"),
     "start": ({"start": 1.0}, "start", "1.0"),

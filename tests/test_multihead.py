@@ -844,7 +844,7 @@ def test_repr_tells_what_differs() -> None:
         ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), got 1.0"),
         ({"kdim": 0}, "kdim: expected a positive width or None, got kdim=0"),
         ({"vdim": -1}, "vdim: .* got vdim=-1"),
-        ({"pattern": "causal"}, "pattern: expected a Pattern, a BlockMask or a bool matrix of tiles, got str"),
+        ({"pattern": 3}, "pattern: expected a Pattern, its text, a BlockMask or a bool matrix of tiles, got int"),
         ({"pattern": per_head([Causal(), Dense()])}, "is defined for 2 heads, got num_heads=4"),
         ({"attend": None}, "attend: expected a function of query, key and value, got None"),
     ],
@@ -913,3 +913,39 @@ def test_a_mask_cannot_serve_other_lengths() -> None:
     mask = torch.eye(6, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"mask of 6 queries from position 0 and 6 keys: got grid.n_queries=3"):
         module(X, X, X, attn_mask=mask, need_weights=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("low", ["-1e9", "lowest"])
+def test_finite_numbers_as_low_as_a_mask_drop_pairs_as_in_pytorch(low: str, dtype: torch.dtype) -> None:
+    number = torch.finfo(dtype).min if low == "lowest" or dtype == torch.float16 else -1e9
+    dropped = torch.rand(2 * 4, 9, 9) < 0.4
+    dropped[:, range(9), range(9)] = False
+    mask, x = dropped.to(dtype) * 0 + dropped * torch.tensor(number, dtype=dtype), torch.randn(2, 9, 16)
+    sparse = SparseMultiheadAttention(16, 4, batch_first=True, pattern=Window(4)).double()
+    theirs = nn.MultiheadAttention(16, 4, batch_first=True).double()
+    theirs.load_state_dict(sparse.state_dict())
+    outside = Window(4).draw(9).replace("·", "1").replace("█", "0").split("\n")
+    window = torch.tensor([[float(x) for x in row] for row in outside]).double() * -1e300
+    x = x.double().requires_grad_()
+    weight = torch.randn(2, 9, 16).double()
+    results = []
+    for module, given in ((sparse, mask), (theirs, mask.double() + window)):
+        out, weights = module(x, x, x, attn_mask=given)
+        results.append((out, weights, *torch.autograd.grad((out * weight).sum(), [x, module.in_proj_weight])))
+    for mine, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_row_of_finite_numbers_alone_is_refused() -> None:
+    sparse, x = SparseMultiheadAttention(16, 4, batch_first=True, pattern=Window(4)), torch.randn(1, 9, 16)
+    mask = torch.zeros(9, 9)
+    mask[3] = -1e9
+    for wrong in (mask, mask.masked_fill(mask < 0, -1e8).tril(), torch.full((9, 9), -1e4).triu(1)):
+        with pytest.raises(
+            ValueError, match=r"attn_mask: .*-1000000000 and less count as -inf in rows with a 0\), got"
+        ):
+            sparse(x, x, x, attn_mask=wrong)
+    # -inf there is an empty row, whose output is the bias.
+    out = sparse(x, x, x, attn_mask=mask.masked_fill(mask < 0, -torch.inf), need_weights=False)[0]
+    assert torch.equal(out[0, 3], sparse.out_proj.bias)

@@ -290,7 +290,7 @@ def test_relative_error_tells_wrong_results_apart():
         ({"softcap": -1.0}, r"softcap: expected a finite number >= 0.*-1"),
         ({"dropout_p": 0.5}, r"seed: expected an int .*None"),
         ({"dropout_p": 1.0, "seed": 0}, r"dropout_p: expected a probability .*1\.0"),
-        ({"pattern": "causal"}, r"pattern: expected a Pattern or a BlockIndex, got str"),
+        ({"pattern": 3}, r"pattern: expected a Pattern or a BlockIndex, got int"),
         ({"pattern": per_head([Dense(), Dense()])}, r"pattern: .*heads=2"),
         ({"pattern": Documents(ids=torch.zeros(3, 8, dtype=torch.int64))}, r"pattern: .*batch=3"),
         ({"pattern": build_index(Dense(), 6, 9)}, r"pattern: .*does not match"),

@@ -495,7 +495,7 @@ def test_what_a_layer_prints() -> None:
         ((12, 4), {}, "embed_dim: expected an even multiple .*embed_dim=12"),
         ((32, 4), {"dropout": 1.0}, r"dropout: .*1\.0"),
         ((32, 4), {"dropout": -0.1}, r"dropout: .*-0\.1"),
-        ((32, 4), {"pattern": "window(3)"}, "pattern: .*str"),
+        ((32, 4), {"pattern": "windw(3)"}, "pattern: unknown pattern .windw"),
         ((32, 4), {"pattern": per_head([Window(1), Window(2)])}, "pattern: .*2 heads.*num_heads=4"),
     ],
 )

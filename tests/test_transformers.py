@@ -925,7 +925,8 @@ def test_arguments_that_change_the_result_are_refused(name: str) -> None:
     ("pattern", "message"),
     [
         (3, "expected a Pattern, its text, None, a dict of layer kinds or a function"),
-        ({"full_attention": 3}, "expected a Pattern, its text, None, for each kind of layer, got 3"),
+        (Causal, "expected a Pattern, its text, None, .*, got the class Causal: write Causal\\(\\)"),
+        ({"full_attention": 3}, "expected a Pattern, its text, None, for each kind of layer, got int"),
         ("windw(4)", r"^pattern: unknown pattern 'windw', did you mean 'window'\?"),
         ({"full_attention": "windw(4)"}, "^pattern: unknown pattern 'windw'"),
         (Documents(ids=torch.tensor([[0, 1], [0, 0]])), "expected one for all batch elements"),

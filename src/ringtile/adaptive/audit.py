@@ -12,7 +12,7 @@ from torch import Tensor
 from ringtile.functional.attention import attend_scores, check_options, checked_tensors
 from ringtile.index import BlockIndex
 from ringtile.kernels.contracts import scale_of
-from ringtile.patterns import Pattern
+from ringtile.patterns import Pattern, as_rule
 from ringtile.patterns.checks import check_positive
 
 _SCORES = 1 << 22
@@ -94,7 +94,7 @@ def audit(
     value: Tensor,
     index: BlockIndex,
     *,
-    reference: BlockIndex | Pattern | None = None,
+    reference: BlockIndex | Pattern | str | None = None,
     rows: int = 64,
     seed: int = 0,
     key_mask: Tensor | None = None,
@@ -131,7 +131,9 @@ def audit(
         raise ValueError(f"index: {index!r} does not match {query.shape=}, {key.shape=} on {query.device}")
     check_positive(rows=rows)
     check_options(query, key, key_mask=key_mask, scale=scale)
-    if isinstance(reference, BlockIndex) and (reference.grid != index.grid or reference.device != index.device):
+    if not isinstance(reference, BlockIndex | None):
+        reference = as_rule(reference)
+    elif reference is not None and (reference.grid != index.grid or reference.device != index.device):
         raise ValueError(f"reference: expected the lengths, block and device of {index!r}, got {reference!r}")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(n_queries, generator=generator, device="cpu")[:rows].sort().values.to(query.device)

@@ -43,8 +43,8 @@ class AdaptiveCache(LayerCache):
     def __init__(self, choice: Choice, pattern: Pattern) -> None:
         super().__init__(pattern)
         check_by_row(choice)
-        if not pattern.unbounded:
-            raise ValueError(f"pattern: a cache of tiles needs a rule for any length, got {pattern!r}")
+        if not self.pattern.unbounded:
+            raise ValueError(f"pattern: a cache of tiles needs a rule for any length, got {self.pattern!r}")
         # A later token may choose any tile, so nothing is dropped, even if the pattern bounds how far it looks.
         self.capacity = None
         self.choice = choice

@@ -70,7 +70,7 @@ class Choice:
         self,
         query: Tensor,
         key: Tensor,
-        base: BlockIndex | Pattern | None = None,
+        base: BlockIndex | Pattern | str | None = None,
         *,
         is_causal: bool = False,
         key_mask: Tensor | None = None,
@@ -129,7 +129,7 @@ def select(
     scores: Scores = DEFAULT_SCORES,
     budget: Budget | Controller = Density(0.25),  # noqa: B008
     *,
-    base: BlockIndex | Pattern | None = None,
+    base: BlockIndex | Pattern | str | None = None,
     is_causal: bool = False,
     key_mask: Tensor | None = None,
     scale: float | None = None,

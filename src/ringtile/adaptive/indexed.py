@@ -16,7 +16,7 @@ from ringtile.functional.attend import rules_of
 from ringtile.functional.attention import check_options, checked_tensors
 from ringtile.functional.cache import LayerCache
 from ringtile.kernels.contracts import scale_of
-from ringtile.patterns import Chosen, Pattern
+from ringtile.patterns import Chosen, Pattern, as_rule
 from ringtile.patterns.checks import check_positive
 
 _SCORES = 1 << 20
@@ -223,7 +223,7 @@ class IndexedAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        pattern: Pattern | None = None,
+        pattern: Pattern | str | None = None,
         *,
         is_causal: bool = False,
         key_mask: Tensor | None = None,
@@ -236,8 +236,7 @@ class IndexedAttention(nn.Module):
         self._loss = None
         if taken := {"key_lengths", "start"} & options.keys():
             raise ValueError(f"{sorted(taken)[0]}: an indexer takes a key_mask and queries at the end instead")
-        if not isinstance(pattern, Pattern | None):
-            raise ValueError(f"pattern: expected a Pattern or None, got {pattern!r}")
+        pattern = None if pattern is None else as_rule(pattern)
         query, key, value = checked_tensors(query, key, value, enable_gqa)
         check_options(query, key, key_mask=key_mask, scale=scale)
         if (*query.shape[1::2], key.shape[1]) != (self.num_heads, self.head_dim, self.num_kv_heads):

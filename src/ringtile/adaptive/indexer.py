@@ -11,7 +11,7 @@ from ringtile.functional.tensors import is_real
 from ringtile.kernels.contracts import in_bytes
 from ringtile.kernels.native import ranks
 from ringtile.kernels.native.library import reason_against
-from ringtile.patterns import Dense, Pattern
+from ringtile.patterns import Dense, Pattern, as_rule
 from ringtile.patterns.checks import check_positive
 
 _SPAN = 1 << 20
@@ -34,7 +34,7 @@ def index_topk(
     groups: int = 1,
     block: int = 1,
     local: int = 0,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     start: int | Tensor | None = None,
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
@@ -155,7 +155,7 @@ def checked(
     key: Tensor,
     weights: Tensor | None,
     groups: int,
-    pattern: Pattern | None,
+    pattern: Pattern | str | None,
     start: int | Tensor | None,
     key_mask: Tensor | None,
     key_lengths: Tensor | None = None,
@@ -165,7 +165,7 @@ def checked(
     query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
     check_options(query, key, key_mask=key_mask, key_lengths=key_lengths)
     (batch, n_heads, n_queries, _), n_keys = query.shape, key.shape[2]
-    rule = Dense() if pattern is None else pattern
+    rule = Dense() if pattern is None else as_rule(pattern)
     if n_heads % groups or key.shape[1] not in (1, groups):
         raise ValueError(
             "groups: expected a divisor of the query's heads, and one key head or as many as groups, got "
@@ -173,7 +173,7 @@ def checked(
         )
     if weights is not None and (weights.shape != query.shape[:3] or not weights.is_floating_point()):
         raise ValueError(f"weights: expected floating {tuple(query.shape[:3])}, got {weights.dtype=}, {weights.shape=}")
-    if not isinstance(rule, Pattern) or rule.num_heads is not None or rule.batch_size not in (None, batch):
+    if rule.num_heads is not None or rule.batch_size not in (None, batch):
         raise ValueError(f"pattern: expected a Pattern of all heads and of {batch} batch elements, got {pattern!r}")
     first: int | Tensor = n_keys - n_queries if start is None else start
     each = isinstance(first, Tensor) and first.dtype in (torch.int32, torch.int64) and first.shape == (batch, n_queries)

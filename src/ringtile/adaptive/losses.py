@@ -33,7 +33,7 @@ def index_loss(
     block: int = 1,
     pools: Tensor | None = None,
     rows: Tensor | None = None,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     start: int | Tensor | None = None,
     key_mask: Tensor | None = None,
     scale: float | None = None,

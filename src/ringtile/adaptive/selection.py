@@ -67,7 +67,7 @@ class AdaptiveAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        pattern: Pattern | BlockIndex | None = None,
+        pattern: Pattern | str | BlockIndex | None = None,
         *,
         is_causal: bool = False,
         key_mask: Tensor | None = None,
@@ -95,7 +95,7 @@ class AdaptiveAttention(nn.Module):
         return sparse_attention(view.query, view.key, value, index, **options)
 
     def index(
-        self, query: Tensor, key: Tensor, pattern: Pattern | BlockIndex | None = None, **options: Any
+        self, query: Tensor, key: Tensor, pattern: Pattern | str | BlockIndex | None = None, **options: Any
     ) -> BlockIndex:
         """Return the index of the tiles that a call keeps. ``options`` are those of `Choice.view`."""
         return self.choice.index(self.choice.view(query, key, pattern, **options))

@@ -158,7 +158,7 @@ class View:
 
 
 def base_index(
-    query: Tensor, key: Tensor, base: BlockIndex | Pattern | None, is_causal: bool, block: int
+    query: Tensor, key: Tensor, base: BlockIndex | Pattern | str | None, is_causal: bool, block: int
 ) -> BlockIndex:
     """Return the index of the pairs to choose from, see `select`."""
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]

@@ -53,7 +53,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     *,
     layout: Layout,
     group: dist.ProcessGroup | DeviceMesh | None = None,

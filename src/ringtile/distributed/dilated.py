@@ -22,7 +22,7 @@ from ringtile.functional.attention import Keywords, check_options, checked_tenso
 from ringtile.functional.dilated import Branch, checked_branches, numbered, over_positions, rules_of, warn_of_uncovered
 from ringtile.functional.parts import Part, Places, attend_parts
 from ringtile.kernels.contracts import Call, accumulator, merge_into
-from ringtile.patterns import Pattern
+from ringtile.patterns import Pattern, as_rule
 from ringtile.patterns.traced import constant
 from ringtile.patterns.wrapped import for_heads
 
@@ -38,7 +38,7 @@ def ring_dilated_attention(
     *,
     layout: Layout,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     overlap: Literal["mix", "union"] = "mix",
     check_finite: bool | str = False,
     return_lse: bool = False,
@@ -92,6 +92,7 @@ def ring_dilated_attention(
     rank, _ = check_shard(query, key, layout, ranks)
     check_options(query, key, key_mask=key_mask, **rest)
     at = checked_branches(segment_lengths, dilation_rates)
+    pattern = None if pattern is None else as_rule(pattern, "a Pattern between places in a segment")
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     if branches is None:
         how: dict[str, Any] = {"layout": layout, "group": group, "check_finite": check_finite, **options}

@@ -24,7 +24,7 @@ from ringtile.distributed.layout import (
 from ringtile.index import BlockIndex, build_index, build_rows, needed
 from ringtile.index.covers import MAX_BYTES
 from ringtile.index.tiles import pack_words
-from ringtile.patterns import Causal, Dense, Pattern
+from ringtile.patterns import Causal, Dense, Pattern, as_rule
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.captures import with_reads
 
@@ -195,8 +195,8 @@ def make_plan(
     >>> tuple((piece.begin, piece.end, piece.source) for piece in plan.pieces)
     ((0, 384, 'all'), (384, 512, 'own'))
     """
-    if not isinstance(pattern, Pattern) and not (pattern is None and gather):
-        raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
+    if pattern is not None or not gather:
+        pattern = as_rule(pattern)
     if not isinstance(layout, Layout):
         raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
     if type(rank) is not int or not 0 <= rank < layout.n_ranks:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from contextlib import AbstractContextManager
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +25,19 @@ from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
 from ringtile.kernels.reference import Options as ReferenceOptions, attention_reference
 from ringtile.kernels.select import NAMES, is_logged, select, select_biased, select_lists
-from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid
+from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid, as_rule
 from ringtile.patterns.checks import check_number
 from ringtile.patterns.chosen import Split, split
-from ringtile.patterns.neighborhood import token_order
+from ringtile.patterns.neighborhood import in_tiles, token_order
 from ringtile.patterns.traced import outside_graphs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    Given = Pattern | BlockIndex | BlockMask | Tensor | None
+    Given = Pattern | str | BlockMask | Tensor | BlockIndex | None
+
+
+PatternLike: TypeAlias = "Pattern | str | BlockMask | Tensor"
 
 
 class Keywords(SoftmaxOptions, total=False):
@@ -163,25 +166,23 @@ def check_options(
                 raise ValueError(f"{name}: expected a floating dtype, got {per_head.dtype=}")
 
 
-def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) -> Pattern:
-    """Convert a FlexAttention mask or a bool matrix of tiles to a pattern. Raise ValueError for anything else."""
-    if isinstance(pattern, Pattern):
-        return pattern
+def as_pattern(pattern: PatternLike, start: int | None = None) -> Pattern:
+    """Convert a text, a FlexAttention mask or a bool matrix of tiles to a pattern. Raise ValueError for others."""
     if isinstance(pattern, Tensor):
         check_plain("pattern", pattern)
         return Blocks(pattern)
+    if isinstance(pattern, Pattern | str):
+        return as_rule(pattern)
     from torch.nn.attention.flex_attention import BlockMask
 
     from ringtile.index.block_lists import from_block_mask
 
     if not isinstance(pattern, BlockMask):
-        raise ValueError(
-            f"pattern: expected a Pattern, a BlockMask or a bool matrix of tiles, got {type(pattern).__name__}"
-        )
+        return as_rule(pattern, "a Pattern, its text, a BlockMask or a bool matrix of tiles")
     return from_block_mask(pattern, start=start)
 
 
-def rule_of(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start: int | None) -> Pattern:
+def rule_of(pattern: PatternLike | None, is_causal: bool, start: int | None) -> Pattern:
     """Return the rule of a call: its pattern, or all pairs, and the causal rule if it is set."""
     if pattern is None:
         return _CAUSAL if is_causal else _DENSE
@@ -321,8 +322,9 @@ def _attend(
     # Biases, ALiBi and dropout count positions. The reference moves nothing, so that it can judge the move.
     by_rule = bias is None and options["alibi_slopes"] is None and not options["dropout_p"]
     if isinstance(pattern, Neighborhood) and not is_causal and start is None and by_rule and backend != "reference":
-        tiled = pattern.in_tiles
-        if tiled.tile != pattern.tile and query.shape[2] == n_keys == math.prod(pattern.size):
+        # Dynamo reads no property of a pattern that a text gave it as a constant.
+        tiled = in_tiles(pattern.size, pattern.window, pattern.dilation, pattern.stride, pattern.causal)
+        if pattern.tile is None and tiled.tile and query.shape[2] == n_keys == math.prod(pattern.size):
             more: Any = {"enable_gqa": enable_gqa, "backend": backend, **options}
             return _attend_in_tiles(query, key, value, pattern=tiled, **more)
     call = make_call(query, backend=backend, **options)
@@ -470,7 +472,7 @@ def sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
+    pattern: PatternLike | BlockIndex | None = None,
     *,
     return_lse: Literal[False] = False,
     **keywords: Unpack[_Keywords],
@@ -482,7 +484,7 @@ def sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
+    pattern: PatternLike | BlockIndex | None = None,
     *,
     return_lse: Literal[True],
     **keywords: Unpack[_Keywords],
@@ -494,7 +496,7 @@ def sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
+    pattern: PatternLike | BlockIndex | None = None,
     *,
     return_lse: bool,
     **keywords: Unpack[_Keywords],
@@ -505,7 +507,7 @@ def sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
+    pattern: PatternLike | BlockIndex | None = None,
     *,
     is_causal: bool = False,
     key_mask: Tensor | None = None,
@@ -540,8 +542,9 @@ def sparse_attention(
             tensors are cast first, except float64.
         key: ``[B, Hkv, Nk, D]`` in the same dtype. Hkv must equal H, or divide it if ``enable_gqa`` is set.
         value: ``[B, Hkv, Nk, Dv]`` in the same dtype.
-        pattern: Which pairs to keep: a `ringtile.patterns.Pattern`, a `BlockIndex`, a FlexAttention `BlockMask`, or a
-            bool matrix of 128 x 128 tiles, ``[rows, columns]`` or ``[H, rows, columns]``. Default: all pairs.
+        pattern: Which pairs to keep: a `ringtile.patterns.Pattern`, its text (`ringtile.patterns.parse`), a
+            `BlockIndex`, a FlexAttention `BlockMask`, or a bool matrix of 128 x 128 tiles, ``[rows, columns]`` or
+            ``[H, rows, columns]``. Default: all pairs.
         is_causal: Keep only keys at or before the query's position. Not available with a `BlockIndex`.
         key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
         key_lengths: ``[B]`` integers in [0, Nk], the number of valid keys of each batch element. They are checked only
@@ -581,6 +584,8 @@ def sparse_attention(
         >>> sparse_attention(q, k, v, Causal() & (Window(256) | GlobalTokens(16))).shape
         torch.Size([1, 4, 1000, 64])
     """
+    if isinstance(pattern, str):
+        pattern = as_rule(pattern)
     if not isinstance(pattern, BlockIndex):
         check_whole()
     structure = plan = None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.functional.attention import check_options, check_plain, sparse_attention
-from ringtile.patterns import Pattern, TileGrid
+from ringtile.patterns import Pattern, TileGrid, as_rule
 from ringtile.patterns.facts import pattern_reach
 
 _PIECE = 128
@@ -75,8 +75,8 @@ class LayerCache:
     (torch.Size([1, 4, 10, 16]), 50, 11, 11)
     """
 
-    def __init__(self, pattern: Pattern, *more: Pattern, attend: Callable[..., Any] | None = None) -> None:
-        self.patterns = (pattern, *more)
+    def __init__(self, pattern: Pattern | str, *more: Pattern | str, attend: Callable[..., Any] | None = None) -> None:
+        self.patterns = tuple(map(as_rule, (pattern, *more)))
         self.pattern = pattern = reduce(or_, self.patterns)
         """Union of all patterns."""
         if not more and attend is None:

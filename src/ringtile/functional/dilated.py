@@ -14,7 +14,7 @@ from ringtile.functional import attention
 from ringtile.functional.parts import Part, Parts, attend_parts
 from ringtile.functional.permute import Strided, pieces
 from ringtile.kernels.contracts import Call
-from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
+from ringtile.patterns import Causal, Dense, Pattern, Segments, as_rule, parse
 from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.traced import constant
 from ringtile.patterns.wrapped import Compacted, InSegments, for_heads
@@ -122,8 +122,6 @@ def rules_of(
     at: Sequence[tuple[int, int]], pattern: Pattern | None, is_causal: bool, overlap: str, heads: int
 ) -> tuple[Branch, ...] | None:
     """Return the branches of a call with their rules, or None if only `over_positions` keeps the pairs of a union."""
-    if pattern is not None and not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern: expected a Pattern between places in a segment, got {type(pattern).__name__}")
     if pattern is not None and pattern.num_heads not in (None, heads):
         raise ValueError(f"pattern: it is defined for {pattern.num_heads} heads, got {heads=}")
     if pattern is not None and pattern.batch_size is not None:
@@ -196,7 +194,7 @@ def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n
 
 
 class _Keywords(attention.Keywords, total=False):
-    pattern: Pattern | None
+    pattern: Pattern | str | None
     overlap: Literal["mix", "union"]
 
 
@@ -246,7 +244,7 @@ def dilated_attention(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     *,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     is_causal: bool = False,
     overlap: Literal["mix", "union"] = "mix",
     key_mask: Tensor | None = None,
@@ -296,6 +294,7 @@ def dilated_attention(
     options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scale": scale, "backend": backend}
     attention.check_options(query, key, key_mask=key_mask, **options)
     at = checked_branches(segment_lengths, dilation_rates)
+    pattern = None if pattern is None else as_rule(pattern, "a Pattern between places in a segment")
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     warn_of_uncovered(at, query.shape[1], key.shape[2] - query.shape[2], query.shape[2])
     if branches is None:

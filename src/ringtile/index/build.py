@@ -20,7 +20,7 @@ from ringtile.index.covers import CANDIDATE_BYTES, MAX_BYTES, Budget, groups_of,
 from ringtile.index.lists import Entries
 from ringtile.index.schedule import is_capturing
 from ringtile.index.tiles import BLOCKS as BLOCKS, EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
-from ringtile.patterns import base
+from ringtile.patterns import as_rule, base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 from ringtile.patterns.captures import with_reads
 from ringtile.patterns.traced import outside_graphs
@@ -288,8 +288,7 @@ def build_index(
     >>> index.kept_tiles, round(index.density, 4), index.nbytes < 4 * 2**20
     (269808, 0.0078, True)
     """
-    if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
+    pattern = as_rule(pattern)
     _checked_count("n_queries", n_queries, 0)
     if n_keys is None:
         n_keys = n_queries

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ringtile.index.build import build_index
-from ringtile.patterns.base import Pattern
+from ringtile.patterns import Pattern, as_rule
 
 _TOLERANCE = 0.02
 _GOOD_ENOUGH = 0.005
@@ -56,8 +56,6 @@ def with_density(
     >>> solution.pattern, round(solution.density, 3), solution.reached
     (causal & window(420, 0), 0.1, True)
     """
-    if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
 
     def measured(sized: Pattern) -> float:
         index = build_index(
@@ -65,7 +63,7 @@ def with_density(
         )
         return index.tile_density if tiles else index.density
 
-    return solve(pattern, target, measured, n_queries, n_keys or 0, start or 0)
+    return solve(as_rule(pattern), target, measured, n_queries, n_keys or 0, start or 0)
 
 
 def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float], *lengths: int) -> Solution:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ringtile.functional import sparse_attention
-from ringtile.patterns import Pattern, from_mask
+from ringtile.patterns import Pattern, as_rule, from_mask
 
 _DROPPED = -10_000.0
 """What diffusers' models add to the scores of masked keys. It makes their weights 0 in every dtype."""
@@ -45,14 +45,12 @@ class SparseAttnProcessor:
 
     _parallel_config: object = None
 
-    def __init__(self, processor: Callable[..., Any], pattern: Pattern) -> None:
+    def __init__(self, processor: Callable[..., Any], pattern: Pattern | str) -> None:
         if isinstance(processor, nn.Module):
             raise ValueError(f"processor: expected one without weights, got the module {type(processor).__name__}")
-        if not isinstance(pattern, Pattern):
-            raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
-        self.processor, self.pattern = processor, pattern
+        self.processor, self.pattern = processor, as_rule(pattern)
 
-    def __new__(cls, processor: object, pattern: Pattern) -> "SparseAttnProcessor":
+    def __new__(cls, processor: object, pattern: Pattern | str) -> "SparseAttnProcessor":
         return super().__new__(_class_around(type(processor)))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -151,7 +149,7 @@ def _kept_pairs(mask: Tensor) -> Tensor:
     return kept
 
 
-def use_ringtile(model: nn.Module, pattern: Pattern) -> list[str]:
+def use_ringtile(model: nn.Module, pattern: Pattern | str) -> list[str]:
     """Compute the self-attention of a diffusers model over the pairs of a pattern, in place.
 
     Each self-attention keeps its own processor, inside a `SparseAttnProcessor`. Cross-attention stays as it is. Joint

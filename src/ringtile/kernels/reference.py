@@ -11,7 +11,7 @@ from torch import Tensor
 from ringtile.index.block_index import BlockIndex
 from ringtile.kernels.contracts import RowOptions, scale_of, settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
-from ringtile.patterns.base import Pattern, TileGrid
+from ringtile.patterns import Pattern, TileGrid, as_rule
 from ringtile.patterns.checks import check_number
 
 _CHUNK_PAIRS = 1 << 22
@@ -32,7 +32,7 @@ class _Problem:
     q: Tensor
     k: Tensor
     v: Tensor
-    pattern: Pattern | BlockIndex
+    pattern: Pattern | str | BlockIndex
     start: int | None = None
     key_mask: Tensor | None = None
     key_lengths: Tensor | None = None
@@ -56,6 +56,8 @@ class _Problem:
             raise ValueError(f"v: expected the batch, heads and length of k, got {v.shape=} with {k.shape=}")
         if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
             raise ValueError(f"k: expected a divisor of the heads of q, got {k.shape=} with {q.shape=}")
+        if not isinstance(self.pattern, BlockIndex):
+            object.__setattr__(self, "pattern", as_rule(self.pattern, "a Pattern or a BlockIndex"))
         self._check_pattern()
         batch, heads, n_keys = q.shape[0], q.shape[1], k.shape[2]
         for name, value, shape in (
@@ -88,15 +90,13 @@ class _Problem:
                 raise ValueError(
                     f"pattern: {self.pattern!r} does not match {self.start=}, {self.q.shape=}, {self.k.shape=}"
                 )
-        elif isinstance(self.pattern, Pattern):
+        else:
             if self.pattern.num_heads not in (None, heads) or self.pattern.batch_size not in (None, batch):
                 raise ValueError(
                     f"pattern: {self.pattern!r} is defined for heads={self.pattern.num_heads}, "
                     f"batch={self.pattern.batch_size}, got {self.q.shape=}"
                 )
             self.pattern.validate(TileGrid(128, self.first_position, n_queries, n_keys))
-        else:
-            raise ValueError(f"pattern: expected a Pattern or a BlockIndex, got {type(self.pattern).__name__}")
 
     @property
     def first_position(self) -> int:
@@ -181,7 +181,7 @@ def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | BlockIndex,
+    pattern: Pattern | str | BlockIndex,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     """Compute attention over the pairs that a pattern keeps, dense and in float64.
@@ -221,7 +221,7 @@ def attention_reference(
 
 
 def attention_rows(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockIndex, rows: Tensor, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | str | BlockIndex, rows: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """Compute some rows of `attention_reference`: output ``[B, H, R, Dv]`` and lse ``[B, H, R]``, in float64.
 

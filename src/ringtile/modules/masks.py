@@ -12,7 +12,8 @@ from ringtile.patterns.mask import one_of_equals, read_once
 def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Pattern:
     """Return the pairs that a mask of `torch.nn.MultiheadAttention` keeps, ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``.
 
-    True or -inf drops a pair. A traced graph cannot read values: there, ``is_causal`` says that the mask is the causal
+    True or -inf drops a pair, and so do numbers of at most -1e9, or half of the lowest of the dtype if that is more,
+    in rows with a 0. A traced graph cannot read values: there, ``is_causal`` says that the mask is the causal
     one, and without it the graph breaks. Raises ValueError if a floating-point mask has other values than 0 and -inf,
     or if an exported graph has no hint.
     """
@@ -26,11 +27,15 @@ def _read(mask: Tensor, batch: int, heads: int) -> Pattern:
     with torch.no_grad():
         if mask.is_floating_point():
             kept = mask == 0
-            if mask.requires_grad or not bool((kept | (mask == -math.inf)).all()):
+            # A row of equal numbers without a 0 attends to all of its keys in PyTorch.
+            low = max(-1e9, torch.finfo(mask.dtype).min / 2)
+            dropped = (mask == -math.inf) | (mask <= low) & kept.any(-1, keepdim=True)
+            if mask.requires_grad or not bool((kept | dropped).all()):
                 raise ValueError(
                     "attn_mask: no kernel adds a floating mask to the scores of a sparse pattern: expected bool, or 0 "
-                    f"and -inf alone without a gradient, got {mask.shape=}, {mask.dtype=}, {mask.requires_grad=} with "
-                    "other values; ALiBi is attend=functools.partial(sparse_attention, alibi_slopes=...)"
+                    f"and -inf alone without a gradient ({low:.0f} and less count as -inf in rows with a 0), got "
+                    f"{mask.shape=}, {mask.dtype=}, {mask.requires_grad=} with other values; ALiBi is "
+                    "attend=functools.partial(sparse_attention, alibi_slopes=...)"
                 )
         else:
             kept = ~mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +12,12 @@ from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.attend import Attend, checked_rule, rules_of
-from ringtile.functional.attention import check_plain
+from ringtile.functional.attention import PatternLike, check_plain
 from ringtile.index import build_index
 from ringtile.modules.masks import read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import tile_weights
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.checks import check_number
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 MAX_WEIGHTS = 1 << 24
 """Largest number of elements, B * H * Nq * Nk, of a dense weight matrix with a sparse pattern."""
@@ -57,9 +54,10 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
     * ``key_padding_mask`` drops keys. Floating-point values other than 0 and -inf are added to the scores.
     * ``attn_mask`` intersects with the pattern. With a sparse pattern it must be bool, or floating point with only 0
-      and -inf. If it is the causal mask (lower right), the module runs causal attention. The module reads a mask again
-      after it has changed. It does not notice a change through ``.data`` if the mask has more than 16 MiB or is on a
-      GPU.
+      and -inf. In a row with a 0, -1e9 and less, or half of the lowest number of the dtype, count as -inf: their
+      weights are 0 in PyTorch. If it is the causal mask (lower right), the module runs causal attention. The module
+      reads a mask again after it has changed. It does not notice a change through ``.data`` if the mask has more than
+      16 MiB or is on a GPU.
     * ``is_causal`` without a mask means causal attention. (PyTorch requires the mask as well.) With a mask and a
       pattern it is only a hint, and the mask decides. Inside `torch.compile` the mask's values are not available, so
       the hint decides.
@@ -101,7 +99,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        pattern: Pattern | BlockMask | Tensor | None = None,
+        pattern: PatternLike | None = None,
         attend: Attend = sparse_attention,
     ) -> None:
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
@@ -397,9 +395,7 @@ def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {mask.shape=}")
 
 
-def replace_attention(
-    model: nn.Module, *, pattern: Pattern | BlockMask | Tensor | None, attend: Attend = sparse_attention
-) -> nn.Module:
+def replace_attention(model: nn.Module, *, pattern: PatternLike | None, attend: Attend = sparse_attention) -> nn.Module:
     """Turn each `torch.nn.MultiheadAttention` in a model into `SparseMultiheadAttention`, in place.
 
     The model can be one itself. The modules keep their parameters, hooks and places in the model, so optimizers and

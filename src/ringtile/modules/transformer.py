@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend, cache_of, checked_rule, holds_state, rules_of
-from ringtile.functional.attention import check_plain
+from ringtile.functional.attention import PatternLike, check_plain
 from ringtile.functional.cache import LayerCache
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Pattern
 from ringtile.patterns.checks import check_number, check_positive
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 Angles = tuple[Tensor, Tensor]
 
@@ -78,7 +75,7 @@ class SparseTransformerLayer(nn.Module):
         rotary: bool = True,
         qk_norm: bool = False,
         is_causal: bool = False,
-        pattern: Pattern | BlockMask | Tensor | None = None,
+        pattern: PatternLike | None = None,
         attend: Attend = sparse_attention,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -286,7 +283,7 @@ class SparseTransformer(nn.Module):
         embed_dim: int,
         num_heads: int,
         *,
-        pattern: Pattern | BlockMask | Tensor | Sequence[Pattern | BlockMask | Tensor | None] | None = None,
+        pattern: PatternLike | Sequence[PatternLike | None] | None = None,
         attend: Attend | Sequence[Attend] = sparse_attention,
         gradient_checkpointing: bool = False,
         **options: Unpack[LayerOptions],
@@ -347,7 +344,7 @@ class SparseTransformer(nn.Module):
 
 
 def _one_per_layer(name: str, given: Any, num_layers: int) -> list[Any]:
-    found = list(given) if isinstance(given, Sequence) else [given] * num_layers
+    found = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * num_layers
     if len(found) != num_layers:
         raise ValueError(f"{name}: expected one, or one for each of {num_layers=} layers, got {len(found)}")
     return found

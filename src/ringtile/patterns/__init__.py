@@ -4,14 +4,13 @@ from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
 from ringtile.patterns.blocks import Blocks, Elements, SampledBlocks
 from ringtile.patterns.chosen import Chosen
 from ringtile.patterns.documents import Documents
-from ringtile.patterns.grammar import parse
+from ringtile.patterns.grammar import as_rule as as_rule, parse, per_head
 from ringtile.patterns.local import Causal, GlobalTokens, Segments, Strided, Window
 from ringtile.patterns.mask import from_mask
 from ringtile.patterns.neighborhood import Neighborhood
 from ringtile.patterns.offsets import BlockDilated, Dilated
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
-from ringtile.patterns.wrapped import per_head
 
 __all__ = [
     "BlockDilated",

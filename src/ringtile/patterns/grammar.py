@@ -1,8 +1,8 @@
-"""Parser of the pattern texts of the command line. The inverse is ``repr``."""
+"""Parser of pattern texts. The inverse is ``repr``."""
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from keyword import iskeyword
@@ -16,7 +16,32 @@ from ringtile.patterns.neighborhood import Neighborhood
 from ringtile.patterns.offsets import BlockDilated, Dilated
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
-from ringtile.patterns.wrapped import per_head
+from ringtile.patterns.traced import constant
+from ringtile.patterns.wrapped import PerHead
+
+
+def as_rule(pattern: object, wanted: str = "a Pattern or its text") -> Pattern:
+    """Return a pattern, or the one that a text means. Raise ValueError for anything else."""
+    if isinstance(pattern, Pattern):
+        return pattern
+    if not isinstance(pattern, str):
+        got = type(pattern).__name__
+        if isinstance(pattern, type) and issubclass(pattern, Pattern):
+            got = f"the class {pattern.__name__}: write {pattern.__name__}()"
+        raise ValueError(f"pattern: expected {wanted}, got {got}")
+    try:
+        return parse(pattern)
+    except ValueError as error:
+        raise ValueError(f"pattern: {error}") from None
+
+
+def per_head(patterns: Sequence[Pattern | str]) -> Pattern:
+    """Give each head its own pattern, or that of a text.
+
+    >>> per_head(["dense", ~Dense()])
+    per_head([dense, ~dense])
+    """
+    return PerHead(tuple(map(as_rule, patterns)))
 
 
 class _Word(NamedTuple):
@@ -62,12 +87,13 @@ class _Mistake(Exception):
         self.at = at
 
 
+@constant
 def parse(text: str) -> Pattern:
     """Parse a pattern from text. This is the inverse of ``repr``.
 
-    The words are those of ``repr``, with ``&``, ``|``, ``~`` and brackets. A preset can stand alone (``longformer``),
-    be called (``bigbird(random=2)``) or have its first argument after a colon (``bigbird:2``). Raises ValueError that
-    shows the text and points at the mistake.
+    The words are those of ``repr``, with ``&``, ``|``, ``~`` and brackets. 16K is 16,384, and 1M is 2^20. A preset can
+    stand alone (``longformer``), be called (``bigbird(random=2)``) or have its first argument after a colon
+    (``bigbird:2``). Raises ValueError that shows the text and points at the mistake.
 
     >>> parse("causal & (window(1024) | global_tokens(64))")
     causal & (window(1024) | global_tokens(64))
@@ -105,10 +131,11 @@ def _tree(line: str) -> ast.expr:
     """Return the syntax tree, with the columns of ``line``."""
     if not line.strip():
         raise _Mistake("expected a pattern, got an empty text", 0)
-    foreign = re.search(r"[^\w ,=()\[\]&|~:.-]|[^\x00-\x7f]|-(?! *\d)", line)
+    foreign = re.search(r"[^\w ,=()\[\]&|~:.-]|[^\x00-\x7f]|-(?! *\d)|\b[KM](?=\d)", line)
     if foreign:
         raise _Mistake(f"unexpected character {foreign[0]!r}", foreign.start())
-    called, closed = _call_short_forms(line)
+    # Python reads 16K as no number, but K16 as a name of the same length.
+    called, closed = _call_short_forms(re.sub(r"(?<![\w.])(\d{1,12})([KM])\b", r"\2\1", line))
     lead = len(called) - len(called.lstrip())
     try:
         tree = ast.parse(called.strip(), mode="eval").body
@@ -139,7 +166,7 @@ def _call_short_forms(line: str) -> tuple[str, list[int]]:
         if not name or not (name[1] in _WORDS and _WORDS[name[1]].is_preset):
             presets = ", ".join(word for word in _WORDS if _WORDS[word].is_preset)
             raise _Mistake(f"only a preset ({presets}) takes its argument after a colon", colon.start())
-        number = re.compile(r" *[0-9][0-9_]*").match(line, colon.end())
+        number = re.compile(r" *[KM]?[0-9][0-9_]*").match(line, colon.end())
         if not number:
             raise _Mistake("expected a whole number after the colon", colon.start())
         parts += [line[done : colon.start()], "(", number[0], ")"]
@@ -235,4 +262,6 @@ def _number(node: ast.expr) -> int:
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
             return -value
+        case ast.Name(id=name) if name[0] in "KM" and name[1:].isdigit():
+            return int(name[1:]) << (10 if name[0] == "K" else 20)
     raise _Mistake("expected a whole number", node.col_offset)

@@ -99,7 +99,7 @@ class Neighborhood(Pattern):
         """The same pairs of tokens in the order of compact tiles, or this pattern if no order is a tenth better."""
         if self.tile is not None:
             return self
-        return _in_tiles(self.size, self.window, self.dilation, self.stride, self.causal)  # type: ignore[arg-type]
+        return in_tiles(self.size, self.window, self.dilation, self.stride, self.causal)
 
     def order(self, device: torch.device | None = None) -> Tensor:
         """Return the number ``y * w + x`` of each token in the order of tiles, int64 ``[h * w]``.
@@ -179,7 +179,8 @@ class Axis(NamedTuple):
 
 
 @constant
-def _in_tiles(*numbers: tuple[int, ...]) -> Neighborhood:
+def in_tiles(*numbers: object) -> Neighborhood:
+    """Return `Neighborhood.in_tiles` of a pattern without a tile, of its attributes."""
     return _compact(*numbers)
 
 

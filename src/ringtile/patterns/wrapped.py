@@ -85,15 +85,6 @@ class PerHead(_ByHead):
         return None if self.free_rank is None else PerHead(tuple(sized(p, size) for p in self.patterns))
 
 
-def per_head(patterns: Sequence[Pattern]) -> Pattern:
-    """Give each head its own pattern.
-
-    >>> per_head([Dense(), ~Dense()])
-    per_head([dense, ~dense])
-    """
-    return PerHead(tuple(patterns))
-
-
 @dataclass(frozen=True, repr=False)
 class InSegments(Wrapper):
     """One branch of LongNet with a pattern inside. The pattern relates the kept tokens of a segment, counted from 0."""

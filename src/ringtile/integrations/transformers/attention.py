@@ -12,7 +12,7 @@ from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
 from ringtile.integrations.transformers.indexers import learned
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
-from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, from_mask, parse
+from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, as_rule, from_mask
 from ringtile.patterns.facts import moves_along, sees_no_future
 from ringtile.patterns.wrapped import Shifted
 
@@ -52,21 +52,16 @@ def read_pattern(pattern: GivenPattern) -> LayerPattern:
     """Return the patterns of the layers of a model, with texts parsed. Raise ValueError if they are none."""
     if isinstance(pattern, Mapping):
         return {kind: _pattern(one, "for each kind of layer") for kind, one in pattern.items()}
-    if callable(pattern) and not isinstance(pattern, Pattern):
+    if callable(pattern) and not isinstance(pattern, Pattern | type):
         return pattern
     return _pattern(pattern, "a dict of layer kinds or a function of a layer")
 
 
 def _pattern(given: Any, others: str) -> Pattern | None:
-    found = given
-    if isinstance(given, str):
-        try:
-            found = parse(given)
-        except ValueError as error:
-            raise ValueError(f"pattern: {error}") from None
-    if found is not None and not isinstance(found, Pattern):
-        raise ValueError(f"pattern: expected a Pattern, its text, None, {others}, got {given!r}")
-    if found is not None and found.batch_size is not None:
+    if given is None:
+        return None
+    found = as_rule(given, f"a Pattern, its text, None, {others}")
+    if found.batch_size is not None:
         raise ValueError(f"pattern: expected one for all batch elements, got {found.batch_size=}")
     return found
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ringtile.distributed.layout import LAYOUTS, Layout
 from ringtile.distributed.plan import TRANSPORTS, Transport
-from ringtile.patterns import Pattern
+from ringtile.patterns import Pattern, as_rule
 from ringtile.tools.predict.cost import Cost, estimate
 from ringtile.tools.predict.hardware import HARDWARE, Hardware, Sizes
 from ringtile.tools.predict.work import Tiles, survey
@@ -23,7 +23,7 @@ class ModelCost(NamedTuple):
 
 
 def cheapest_layout(
-    pattern: Pattern | Mapping[Pattern, int],
+    pattern: Pattern | str | Mapping[Pattern | str, int],
     n_tokens: int,
     n_ranks: int,
     sizes: Sizes | None = None,
@@ -42,8 +42,9 @@ def cheapest_layout(
     >>> cheapest_layout({Causal() & Window(4096): 20, Causal(): 4}, 1 << 20, 8) == Layout.zigzag(1 << 20, 8)
     True
     """
-    layers = {pattern: 1} if isinstance(pattern, Pattern) else pattern
-    return cheapest_for_model(layers, n_tokens, n_ranks, sizes, hardware, None).layout
+    layers = pattern if isinstance(pattern, Mapping) else {pattern: 1}
+    rules = {as_rule(rule): count for rule, count in layers.items()}
+    return cheapest_for_model(rules, n_tokens, n_ranks, sizes, hardware, None).layout
 
 
 def cheapest_for_model(

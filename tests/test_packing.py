@@ -154,6 +154,19 @@ def test_embeddings_positions_and_kinds_of_tokens_may_be_given(name: str) -> Non
         assert torch.equal(second(*arguments, inputs["inputs_embeds"])[0], second(**inputs)[0])
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_mask_and_positions_may_be_for_all_rows(rows: int) -> None:
+    first, second = both("qwen3")
+    row = torch.arange(TOKENS) < 40
+    ids, place = torch.randint(3, 97, (rows, TOKENS)), torch.arange(5, TOKENS + 5).unsqueeze(0)
+    expected = first(ids, attention_mask=row.long().expand(rows, -1), position_ids=place)[0]
+    inputs = {"attention_mask": row.long().unsqueeze(0), "position_ids": place}
+    found = second(ids, **inputs)[0]
+    assert (found - expected)[:, row].abs().max() <= TOLERANCE
+    assert not found[:, ~row].any()
+    assert seen_rows(second, input_ids=ids, **inputs) == (1, 40 * rows)
+
+
 def test_roberta_counts_the_positions_of_given_embeddings() -> None:
     first, second = both("roberta")
     real = padding("right")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from test_hf_sparse import Doubled, Largest
 from test_transformers import ROOT, assert_equal_models, graph_counter, padding, randomized, registered
 from tiny import BIASED, WINDOWED, hf
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringtile.integrations.transformers import biases, registry, use_ringtile
 from ringtile.integrations.transformers.attention import attend
@@ -346,6 +346,73 @@ def test_functions_of_yours_are_refused(name: str) -> None:
     message = "attend: expected a model without cross attention|expected a layer without softcap, sinks and bias"
     with pytest.raises(ValueError, match=message):
         use_ringtile(copy.deepcopy(model), attend=lambda query, key, value, **options: query)(**inputs)
+
+
+@pytest.mark.parametrize(
+    "name", ["w2v-BERT", "Parakeet", "Granite Speech 5", "WavLM", "MPNet", "Swin", "DeBERTa-v2", *DECODERS]
+)
+def test_attention_drops_what_the_config_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, config = (BIASED | WINDOWED)[name]()
+    for part in (config, *vars(config).values()):
+        fields = vars(part) if isinstance(part, hf.PreTrainedConfig) else {}
+        # Not by setattr: the probability of MPT is an int there.
+        fields.update({field: 0.25 for field in fields if re.search("(attention|attn).*drop", field)})
+    model, seen = use_ringtile(made(config)), set()
+
+    def seeing(*args: Any, dropout: float, **options: Any) -> Any:
+        seen.add(dropout)
+        return registry._attend_chosen(*args, dropout=dropout, **options)
+
+    monkeypatch.setitem(hf.AttentionInterface._global_mapping, "use_ringtile", seeing)
+    inputs, _ = inputs_of(name, "no", torch.float32)
+    for is_training, expected in ((True, 0.25), (False, 0.0)):
+        seen.clear()
+        model.train(is_training)(**inputs)
+        assert seen == {expected}
+
+
+@pytest.mark.parametrize("name", ["DeBERTa-v2", "BLOOM", "MPNet", "Granite Speech"])
+def test_other_dropout_is_that_of_eager(name: str) -> None:
+    inputs, _ = inputs_of(name, "no")
+    first, second = (copy.deepcopy(model).train() for model in both(name))
+    for model in (first, second):
+        for key, part in model.named_modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0 if re.search(r"attention_dropout|attention\.(attn|self)\.dropout", key) else 0.3
+            elif hasattr(part, "hidden_dropout"):
+                part.hidden_dropout = 0.3
+    outs = []
+    for model in (first, second):
+        torch.manual_seed(0)
+        outs.append(model(**inputs)[0])
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=1e-6)
+    assert not torch.allclose(outs[1], both(name)[0](**inputs)[0])
+
+
+def test_swin_bounds_the_length_of_queries() -> None:
+    inputs, _ = inputs_of("Swin v2", "no")
+    models = [copy.deepcopy(model) for model in both("Swin v2")]
+    for part in [part for model in models for part in model.modules() if hasattr(part, "logit_scale")]:
+        part.logit_scale.data.fill_(6.0)
+    expected, found = (model(**inputs)[0] for model in models)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_mpnet_has_32_buckets_of_distances() -> None:
+    inputs, real = inputs_of("MPNet", "right")
+    first = built("MPNet", relative_attention_num_buckets=48)
+    with Doubled():
+        assert_equal_models(first, use_ringtile(copy.deepcopy(first)), real, 1e-10, **inputs)
+
+
+def test_mpt_bounds_queries_keys_and_values() -> None:
+    inputs, real = inputs_of("MPT", "right")
+    models = [copy.deepcopy(model) for model in both("MPT")]
+    for part in [part for model in models for part in model.modules() if hasattr(part, "clip_qkv")]:
+        part.clip_qkv = 0.3
+    expected, found = (model(**inputs)[0][real] for model in models)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(found, both("MPT")[0](**inputs)[0][real])
 
 
 @pytest.mark.parametrize("name", DECODERS)

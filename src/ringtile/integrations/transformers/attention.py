@@ -44,6 +44,7 @@ _REFUSED = {
     "cache": "a paged cache",
     "head_mask": "a mask of heads",
     "layer_head_mask": "a mask of heads",
+    "output_attentions": "attention weights as an output",
 }
 """Arguments of attention functions that change the result and that ringtile does not support."""
 

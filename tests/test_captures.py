@@ -18,11 +18,13 @@ from torch.nn.attention.flex_attention import and_masks
 from ringtile import build_index, sparse_attention
 from ringtile.distributed import Layout, ring_attention
 from ringtile.index import cache_info, clear_cache
-from ringtile.patterns import Causal, Elements, Pattern, Window, mask, per_head
+from ringtile.patterns import Causal, Elements, Pattern, Window, per_head
+from ringtile.patterns.blocks import reads_of
 
 N = 40
 Rule = Callable[..., Pattern]
 table: Any = None
+TABLES = [torch.zeros(40, dtype=torch.int64)]
 LATE = SimpleNamespace(first=0)
 cut = 0
 
@@ -176,7 +178,7 @@ def ways() -> dict[str, Callable[[int], Pattern]]:
     }
 
 
-UNREAD = ("an array", "a name that is computed")
+UNREAD = ("an array",)
 """What no cache can follow."""
 
 
@@ -191,14 +193,26 @@ def test_a_rule_keeps_the_pairs_of_its_data(name: str) -> None:
         assert (build_index(pattern, N) is index) == (name not in UNREAD)
 
 
-def test_a_dead_tensor_is_not_the_next_one_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without a hash of values, as on a GPU.
-    monkeypatch.setattr(mask, "_SMALL", 0)
-    pattern_at, addresses = rebound_global(lambda: Elements(of_table)), set()
-    for at in range(5, 35):
-        assert torch.equal(build_index(pattern_at(at), N).to_dense()[0, 0], ids(at)[:, None] == ids(at))
-        addresses.add((id(table), table.data_ptr()))
-    assert len(addresses) < 30
+def test_a_dead_tensor_is_not_the_next_one_at_its_address() -> None:
+    rebound_global(lambda: Elements(of_table))(3)
+    first, second = reads_of(Elements(of_table)), reads_of(Elements(of_table))
+    assert first == second
+    rebound_global(lambda: Elements(of_table))(3)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda head, query, key: TABLES[int(head)][query] == TABLES[int(head)][key],
+        lambda head, query, key: TABLES[1][query - 60] == TABLES[1][key] * (head >= 0),
+    ],
+)
+def test_a_rule_without_a_value_at_the_first_pair_is_evaluated_anew(rule: Any) -> None:
+    for at in (9, 20):
+        TABLES[1:] = [ids(at)]
+        index = build_index(Elements(rule), 10, N, start=60 if "60" in str(rule.__code__.co_consts) else 0, num_heads=2)
+        assert torch.equal(index.to_dense()[0, -1], ids(at)[:10, None] == ids(at))
 
 
 def test_an_attribute_that_no_rule_reads_changes_nothing() -> None:

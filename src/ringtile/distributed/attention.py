@@ -30,7 +30,6 @@ from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
-from ringtile.patterns.captures import with_reads
 from ringtile.patterns.chosen import split
 from ringtile.patterns.content import described
 from ringtile.patterns.traced import constant
@@ -224,7 +223,7 @@ def _prepared(
     elif mode is MODES["ulysses"]:
         check_counts(pattern, heads, batch)
         pattern.validate(TileGrid(128, 0, layout.n_tokens, layout.n_tokens))
-        plan = HeadPlan(with_reads(pattern), layout, every.rank(), groups[2].size(), batch, heads, key_heads)
+        plan = HeadPlan(pattern, layout, every.rank(), groups[2].size(), batch, heads, key_heads)
         facts.update(ranks_per_row=groups[2].size(), return_lse=return_lse)
     agreed = compare(
         every, "ring_attention", layout, shapes, dtype, **facts, **dict(zip(NUMBERS, numbers, strict=True))

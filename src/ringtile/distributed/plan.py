@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -26,7 +27,7 @@ from ringtile.index.covers import MAX_BYTES
 from ringtile.index.tiles import pack_words
 from ringtile.patterns import Causal, Dense, Pattern, as_rule
 from ringtile.patterns.base import TileGrid
-from ringtile.patterns.captures import with_reads
+from ringtile.patterns.blocks import reads_of
 
 Transport = Literal["exchange", "gather", "ring", "hierarchy", "ulysses"]
 TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy", "ulysses")
@@ -201,18 +202,25 @@ def make_plan(
         raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
     if type(rank) is not int or not 0 <= rank < layout.n_ranks:
         raise ValueError(f"rank: expected an integer from 0 to {layout.n_ranks - 1}, got {rank!r}")
-    pattern = None if pattern is None else with_reads(pattern)
-    return _make_plan(pattern, layout, rank, block, gather, num_heads=num_heads, batch=batch, max_bytes=max_bytes)
+    grid = TileGrid(block, 0, layout.n_tokens, layout.n_tokens)
+    reads = None if pattern is None else reads_of(pattern)
+    sizes = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
+    return _make_plan(pattern, reads, layout, grid, rank, gather, **sizes)
 
 
-# Cache. Key: the pattern by its content, the layout, the rank and the sizes. Bound: 64 plans, the last that were used.
-# Owner: this module.
+# Cache. Key: the pattern by its content, the data that its functions read, the layout, the rank and the sizes. Bound:
+# 64 plans, the last that were used. Owner: this module.
 @lru_cache(64)
 def _make_plan(
-    pattern: Pattern | None, layout: Layout, rank: int, block: int, gather: bool | None, **sizes: int
+    pattern: Pattern | None,
+    reads: Hashable,
+    layout: Layout,
+    grid: TileGrid,
+    rank: int,
+    gather: bool | None,
+    **sizes: int,
 ) -> RingPlan:
-    grid = TileGrid(block, 0, layout.n_tokens, layout.n_tokens)
-    rule = Dense() if pattern is None else pattern
+    rule, block = Dense() if pattern is None else pattern, grid.block
     rule.validate(grid)
     demand = demand_of(None, layout, grid) if gather else find_demand(rule, layout, grid, **sizes)
     if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):

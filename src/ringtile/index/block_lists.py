@@ -20,8 +20,8 @@ from ringtile.index.block_index import BlockIndex
 from ringtile.index.build import real_tensors
 from ringtile.index.tiles import EMPTY, FULL, unpack_words
 from ringtile.patterns.base import Pattern, TileGrid
-from ringtile.patterns.blocks import MaskMod, one_by_one
 from ringtile.patterns.content import Content
+from ringtile.patterns.functions import MaskMod, one_by_one
 from ringtile.patterns.mask import OfMask
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ringtile.index.schedule import is_capturing
 from ringtile.index.tiles import BLOCKS as BLOCKS, EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
 from ringtile.patterns import as_rule, base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
-from ringtile.patterns.captures import with_reads
+from ringtile.patterns.blocks import reads_of
 from ringtile.patterns.traced import outside_graphs
 
 MAX_HEADS = 1 << 16
@@ -220,9 +220,10 @@ class _IndexCache:
             self._evict()
 
 
-# Cache of indices. Key: the pattern, the grid of tiles, the heads, the batch and the device, which are all that an
-# index depends on. Each entry has the last 32 lengths in its tiles. Bound: 256 MiB, least recently used first, except
-# what a CUDA graph reads. Owner: the process, until `clear_cache`. A lock guards every access, and builds run outside.
+# Cache of indices. Key: the pattern, the data that its functions read, the grid of tiles, the heads, the batch and the
+# device, which are all that an index depends on. Each entry has the last 32 lengths in its tiles. Bound: 256 MiB, least
+# recently used first, except what a CUDA graph reads. Owner: the process, until `clear_cache`. A lock guards every
+# access, and builds run outside.
 _cache = _IndexCache(256 << 20)
 
 
@@ -316,10 +317,9 @@ def build_index(
     lengths = TileGrid(block, start, n_queries, n_keys)
     # A rule that is defined for all positions fills whole tiles. They serve all lengths that touch the same tiles.
     grid = lengths.whole if pattern.unbounded else lengths
-    if pattern.text is None:
-        with real_tensors():
-            pattern = with_reads(pattern)
-    key = (pattern, grid, num_heads, batch, device)
+    with real_tensors():
+        reads = reads_of(pattern, device)
+    key = (pattern, reads, grid, num_heads, batch, device)
     index = _cache.get(key, lengths, is_capturing(device))
     if index is None:
         index = _cache.put(key, lengths, _build(pattern, lengths, num_heads, batch, max_bytes, device))

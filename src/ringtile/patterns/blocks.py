@@ -1,26 +1,20 @@
 """Patterns of whole blocks, and patterns of any rule."""
 
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import product
 from math import gcd
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from ringtile.patterns.base import Pattern, same_for_heads
+from ringtile.patterns.base import Composed, Pattern, same_for_heads
 from ringtile.patterns.checks import LARGEST_BLOCK, as_tensor, checked_int
 from ringtile.patterns.content import Content
+from ringtile.patterns.functions import FlexRule, MaskMod, Reads
 from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
 from ringtile.patterns.traced import outside_graphs
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A FlexAttention rule: batch row, head, query and key numbers to a bool."""
 
 _MAX_PAIRS = 64
 """A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
@@ -324,8 +318,6 @@ class Elements(Pattern):
     """
 
     fn: Callable[[Tensor, Tensor, Tensor], Tensor]
-    reads: Hashable = field(init=False, default=None)
-    """The data that the function reads, set by caches."""
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -374,50 +366,8 @@ class Elements(Pattern):
         return cls(FlexRule(mask_mod, batch))
 
 
-@dataclass(frozen=True)
-class FlexRule:
-    """A FlexAttention rule as the function of `Elements`, for one batch element or for ``batch`` of them."""
-
-    mask_mod: MaskMod
-    batch: int | None
-    row: int | None = None
-
-    def __call__(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if self.batch is not None:
-            raise ValueError(f"mask_mod of {self.batch} batch elements: ask batch_row(b), the pattern of one")
-        return one_by_one(self.mask_mod, self.row, head, query, key)
-
-
-class _Unread(TorchFunctionMode):
-    """Raise ValueError if an operation reads the value of a tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        # FlexAttention's `and_masks` begins with b.new_ones().
-        values = args[1:] if func.__name__.startswith(("new_", "__get__")) else args
-        if any(x is self.tensor for x in tree_leaves((values, kwargs))):
-            raise ValueError("mask_mod: it reads b, so expected from_mask_mod(mask_mod, batch=B), got no batch")
-        return func(*args, **(kwargs or {}))
-
-
-def one_by_one(mask_mod: MaskMod, row: int | None, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Evaluate a FlexAttention rule as FlexAttention does: on one pair at a time, as far as the function can tell.
-
-    Raises ValueError if the rule reads the number of its batch element and ``row`` is None.
-    """
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    numbers, batch = torch.broadcast_tensors(head, query, key), query.new_full((), row or 0)
-    refuses = nullcontext() if row is not None else _Unread(batch)
-    with TransformGetItemToIndex(), refuses:
-        kept: Tensor = torch.vmap(partial(mask_mod, batch))(*(number.flatten() for number in numbers))
-    return kept.view(numbers[0].shape)
+def reads_of(pattern: Pattern, device: torch.device | None = None) -> Hashable:
+    """Return the data that the functions in a pattern read, which joins the keys of caches."""
+    if isinstance(pattern, Composed):
+        return tuple(reads_of(part, device) for part in pattern.parts)
+    return Reads(pattern.fn, device) if isinstance(pattern, Elements) else None

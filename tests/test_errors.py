@@ -20,6 +20,8 @@ from ringtile import (
     SparseTransformer,
     build_index,
     dilated_attention,
+    from_score_mod,
+    functional,
     in_slices,
     longnet_attend,
     merge_attention,
@@ -496,3 +498,19 @@ def test_numbers_of_numpy_are_numbers() -> None:
     want = sparse_attention(q, q, q, Causal(), scale=0.25, softcap=2.0)
     for kind in (np.float16, np.float32, np.float64):
         assert torch.equal(sparse_attention(q, q, q, Causal(), scale=kind(0.25), softcap=kind(2)), want)
+
+
+def test_heads_and_tokens_that_look_exchanged_warn() -> None:
+    x = zeros(2, 600, 8, 4)
+    with pytest.warns(
+        UserWarning, match=r"expected \[B, H, N, D\], got .*8 tokens of 600 heads. Is it \[B, N, H, D\]\?"
+    ):
+        sparse_attention(x, x, x, Causal())
+    # Heads of a model, a step of generation, a few keys, and many heads of as many tokens.
+    for heads, n_queries, n_keys in ((128, 4, 4), (300, 1, 1), (300, 1, 8), (300, 8, 9), (300, 40, 40)):
+        key = zeros(1, heads, n_keys, 4)
+        sparse_attention(zeros(1, heads, n_queries, 4), key, key, Causal())
+
+
+def test_the_package_has_the_functions_of_its_reference() -> None:
+    assert from_score_mod is functional.from_score_mod

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringtile import dilated_attention, sparse_attention
-from ringtile.kernels import dense, native
+from ringtile.kernels import dense, native, select as select_module
 from ringtile.kernels.native.library import library
 from ringtile.kernels.select import NAMES, backend_report, before_native
 from ringtile.patterns import Causal, Dense, Pattern, Window
@@ -166,3 +166,18 @@ def test_an_unknown_backend_is_refused(tensors: tuple[Tensor, ...]) -> None:
 def test_the_report_names_every_backend() -> None:
     assert tuple(name for name, _ in backend_report()) == NAMES
     assert dict(backend_report())["blockwise"] == []
+
+
+def test_a_large_call_without_the_library_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "reason_against", lambda: "not built")
+    monkeypatch.setattr(select_module, "reason_against", lambda: "not built")
+    monkeypatch.setattr(select_module, "_LARGE", 100 * 100)
+    select_module._warn_of.cache_clear()
+    small, large = (torch.zeros(1, 1, n, 4) for n in (100, 101))
+    sparse_attention(small, small, small, Window(9))
+    with pytest.warns(RuntimeWarning, match=r"the CPU kernel is missing \(not built\), .* `ringtile doctor`"):
+        sparse_attention(large, large, large, Window(9))
+    sparse_attention(large, large, large, Window(8))
+    monkeypatch.setattr(select_module, "reason_against", lambda: "switched off by RINGTILE_CPU=none")
+    sparse_attention(large, large, large, Window(7))
+    select_module._warn_of.cache_clear()

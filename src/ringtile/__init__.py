@@ -14,6 +14,7 @@ from ringtile.functional import (
     Grid as Grid,
     Relative as Relative,
     dilated_attention as dilated_attention,
+    from_score_mod as from_score_mod,
     in_slices as in_slices,
     merge_attention as merge_attention,
     sparse_attention as sparse_attention,

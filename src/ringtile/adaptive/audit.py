@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.functional.attention import attend_scores, check_options, checked_tensors
+from ringtile.functional.attention import attend_scores, check_index, check_options, checked_tensors
 from ringtile.index import BlockIndex
 from ringtile.kernels.contracts import scale_of
 from ringtile.patterns import Pattern, as_rule
@@ -127,8 +127,7 @@ def audit(
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
     if not isinstance(index, BlockIndex):
         raise ValueError(f"index: expected a BlockIndex, got {type(index).__name__}")
-    if (index.n_queries, index.n_keys) != (n_queries, n_keys) or index.device != query.device:
-        raise ValueError(f"index: {index!r} does not match {query.shape=}, {key.shape=} on {query.device}")
+    check_index("index", index, query, n_keys)
     check_positive(rows=rows)
     check_options(query, key, key_mask=key_mask, scale=scale)
     if not isinstance(reference, BlockIndex | None):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.functional.attention import rule_of
+from ringtile.functional.attention import check_index, rule_of
 from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.contracts import scale_of
 from ringtile.kernels.masses import pooled_masses
@@ -163,13 +163,7 @@ def base_index(
     """Return the index of the pairs to choose from, see `select`."""
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
     if isinstance(base, BlockIndex):
-        if is_causal:
-            raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
-        if (base.n_queries, base.n_keys) != (n_queries, n_keys) or base.device != query.device:
-            raise ValueError(f"base: {base!r} does not match {query.shape=}, {key.shape=} on {query.device}")
-        sizes = zip(base.group.shape, (batch, heads), strict=True)
-        if not all(size in (1, wanted) for size, wanted in sizes):
-            raise ValueError(f"base: its groups {base.group.shape=} do not match {query.shape=}")
+        check_index("base", base, query, n_keys, is_causal)
         return base
     # An empty batch has an index, too: of one row.
     rule = rule_of(base, is_causal, None)

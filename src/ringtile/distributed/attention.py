@@ -28,7 +28,7 @@ from ringtile.functional.chosen import check_lists
 from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions
-from ringtile.patterns import Causal, Pattern, parse
+from ringtile.patterns import Causal, Pattern, as_rule
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.chosen import split
 from ringtile.patterns.content import described
@@ -207,7 +207,7 @@ def _prepared(
     lists: str,
 ) -> Any:
     """Return the number of a call's exchange, or the facts of a ring, after a comparison with the other ranks."""
-    pattern = parse(pattern) if isinstance(pattern, str) else pattern
+    pattern = as_rule(pattern)
     mode, every, mesh = MODES[transport], real_group(ranks), real_mesh(ranks)
     groups: tuple[dist.ProcessGroup, ...] = axes_of(mesh) if isinstance(mesh, DeviceMesh) else (every, every, every)
     batch, heads, key_heads = shapes[:3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from contextlib import AbstractContextManager
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
@@ -255,7 +256,9 @@ def _name_of(pattern: Given) -> str | int | None:
     return pattern.text if isinstance(pattern, Pattern) else None
 
 
-def _check_index(index: BlockIndex, query: Tensor, n_keys: int, is_causal: bool, start: int | None) -> None:
+def check_index(
+    name: str, index: BlockIndex, query: Tensor, n_keys: int, is_causal: bool = False, start: int | None = None
+) -> None:
     """Raise ValueError if a call does not match the index that it names."""
     (batch, heads, n_queries), (of_batch, of_heads) = query.shape[:3], index.group.shape
     if is_causal:
@@ -263,13 +266,13 @@ def _check_index(index: BlockIndex, query: Tensor, n_keys: int, is_causal: bool,
     if (index.n_queries, index.n_keys) != (n_queries, n_keys) or start not in (None, index.start):
         at = "" if start is None else f", {start=}"
         got = f"{index.n_queries=}, {index.n_keys=}, {index.start=}"
-        raise ValueError(f"pattern: expected an index with {n_queries=}, {n_keys=}{at}, got {got}")
+        raise ValueError(f"{name}: expected an index with {n_queries=}, {n_keys=}{at}, got {got}")
     if of_batch not in (1, batch) or of_heads not in (1, heads):
         raise ValueError(
-            f"pattern: expected groups [1 or {batch}, 1 or {heads}] as in {query.shape=}, got {index.group.shape=}"
+            f"{name}: expected groups [1 or {batch}, 1 or {heads}] as in {query.shape=}, got {index.group.shape=}"
         )
     if index.device != query.device:
-        raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
+        raise ValueError(f"{name}: expected the query's device {query.device}, got {index.device}")
 
 
 def _check_start(start: int | None, n_queries: int, n_keys: int) -> None:
@@ -287,7 +290,7 @@ def _pairs_of(
     (batch, heads, n_queries), device = query.shape[:3], query.device
     _check_start(start, n_queries, n_keys)
     if isinstance(pattern, BlockIndex):
-        _check_index(pattern, query, n_keys, is_causal, start)
+        check_index("pattern", pattern, query, n_keys, is_causal, start)
         return pattern.start, pattern.block, "", pattern
     rule = rule_of(pattern, is_causal, start)
     start = n_keys - n_queries if start is None else start
@@ -317,6 +320,11 @@ def _attend(
     plan = None if structure is None else found_plan(structure)
     if plan is None:
         query, key, value = checked_tensors(query, key, value, enable_gqa)
+        heads, n = query.shape[1:3]
+        # No model has so many heads and so few tokens, but [B, N, H, D] taken for [B, H, N, D] has.
+        if not torch.compiler.is_compiling() and 1 < n == key.shape[2] <= 128 and heads > max(256, 8 * n):
+            text = f"query: expected [B, H, N, D], got {query.shape=}: {n} tokens of {heads} heads. Is it [B, N, H, D]?"
+            warnings.warn(f"{text} Then pass x.transpose(1, 2).", stacklevel=3)
     n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
     check_options(query, key, backend=backend, **options)
     # Biases, ALiBi and dropout count positions. The reference moves nothing, so that it can judge the move.

@@ -132,7 +132,7 @@ def rules_of(
         told = _told_rules(tuple(at), is_causal)
         if told is None:
             return None
-        return tuple(Branch(length, rate, _told(text), is_alike=True) for length, rate, text in told)
+        return tuple(Branch(length, rate, parse(text), is_alike=True) for length, rate, text in told)
     return _rules(at, pattern, is_causal, overlap)
 
 
@@ -154,11 +154,6 @@ def _told_rules(at: tuple[tuple[int, int], ...], is_causal: bool) -> tuple[tuple
     if found is None or any(part.rule.text is None for part in found):
         return None
     return tuple((part.length, part.dilation, repr(part.rule)) for part in found)
-
-
-@constant
-def _told(text: str) -> Pattern:
-    return parse(text)
 
 
 def over_positions(at: Sequence[tuple[int, int]], pattern: Pattern | None, overlap: str) -> list[Pattern]:

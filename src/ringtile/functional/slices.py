@@ -7,8 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.functional.attention import as_pattern, check_plain, checked_tensors, drawn_seed, sparse_attention
+from ringtile.functional.attention import (
+    as_pattern,
+    check_index,
+    check_plain,
+    checked_tensors,
+    drawn_seed,
+    sparse_attention,
+)
 from ringtile.index import BlockIndex
+from ringtile.index.build import check_counts
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
 
@@ -77,13 +85,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dic
         if given is not None and given.shape[:1] != (size,):
             raise ValueError(f"{name}: expected {size} entries in the first dimension, got {given.shape=}")
     if isinstance(pattern, BlockIndex):
-        rows, columns = pattern.group.shape
-        defined = (None if rows == 1 else rows, None if columns == 1 else columns)
-    else:
-        rule = None if pattern is None else as_pattern(pattern, options.get("start"))
-        defined = (None, None) if rule is None else (rule.batch_size, rule.num_heads)
-    if defined[0] not in (None, batch) or defined[1] not in (None, heads):
-        raise ValueError(f"pattern: it is defined for (batch, heads) = {defined}, got {query.shape=}")
+        check_index("pattern", pattern, query, key.shape[2])
+    elif pattern is not None:
+        check_counts(as_pattern(pattern, options.get("start")), heads, batch)
 
 
 def _computed(count: int, query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> Any:

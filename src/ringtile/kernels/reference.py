@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
+from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions, scale_of, settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.patterns import Pattern, TileGrid, as_rule
@@ -91,11 +92,7 @@ class _Problem:
                     f"pattern: {self.pattern!r} does not match {self.start=}, {self.q.shape=}, {self.k.shape=}"
                 )
         else:
-            if self.pattern.num_heads not in (None, heads) or self.pattern.batch_size not in (None, batch):
-                raise ValueError(
-                    f"pattern: {self.pattern!r} is defined for heads={self.pattern.num_heads}, "
-                    f"batch={self.pattern.batch_size}, got {self.q.shape=}"
-                )
+            check_counts(self.pattern, heads, batch)
             self.pattern.validate(TileGrid(128, self.first_position, n_queries, n_keys))
 
     @property

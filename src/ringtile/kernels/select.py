@@ -1,6 +1,8 @@
 """Choose the backend of a call, and report why the others do not support it."""
 
 import logging
+import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,6 +39,9 @@ OF_LISTS.update({"native": native_lists, "triton": triton_lists, "blockwise": bl
 tell_flop_counter()
 # `BlockIndex.restricted` is below the backends, so it has a hook for the library's way to copy lists.
 restrict.list_copier = kept_lists
+
+_LARGE = 1 << 22
+"""Pairs of queries and keys from which a call without the CPU kernel warns."""
 
 _DENSE_FIRST = ("dense", *(name for name in _BACKENDS if name != "dense"))
 
@@ -80,8 +85,23 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     dense_first = q.dtype in before_native() and q.shape[2] >= dense.MATRIX_ROWS
     for name in _DENSE_FIRST if dense_first else _BACKENDS:
         if not _told("backend", name, _BACKENDS[name].unsupported(q, k, v, call)):
+            if (
+                name == "blockwise"
+                and q.is_cpu
+                and not torch.compiler.is_compiling()
+                and q.shape[2] * k.shape[2] > _LARGE
+            ):
+                _warn_of(reason_against())
             return name
     raise AssertionError("blockwise serves every call")
+
+
+# Once per process.
+@cache
+def _warn_of(reason: str) -> None:
+    if reason and "switched off" not in reason:
+        text = f"the CPU kernel is missing ({reason}), and PyTorch's operations are slower: see `ringtile doctor`"
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _told(what: str, name: str, reasons: list[str]) -> list[str]:

@@ -94,7 +94,7 @@ def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64, va
 
 
 def kept_pairs(pattern: Pattern | None, **options: Any) -> Tensor:
-    kept = build_index(pattern or Dense(), N, M, num_heads=H, batch=B).to_dense().expand(B, H, -1, -1)
+    kept = build_index(Dense() if pattern is None else pattern, N, M, num_heads=H, batch=B).to_dense().expand(B, H, -1, -1)
     if (mask := options.get("key_mask")) is not None:
         kept = kept & mask[:, None, None]
     if (lengths := options.get("key_lengths")) is not None:

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,17 @@ from strategies import checkerboard
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringtile import BlockIndex, Pattern, build_index, merge_attention, sparse_attention
+from ringtile import BlockIndex, Pattern, build_index, dilated_attention, merge_attention, sparse_attention
+from ringtile.functional.bias import Relative
 from ringtile.index import cache_info, clear_cache
 from ringtile.kernels import blockwise
 from ringtile.kernels.contracts import Call, pack_keys
@@ -34,6 +37,7 @@ from ringtile.patterns import (
     BlockDilated,
     Blocks,
     Causal,
+    Chosen,
     Dense,
     Dilated,
     Documents,
@@ -191,14 +195,6 @@ def test_the_third_derivative_is_refused() -> None:
         second.sum().backward()
 
 
-def test_forward_mode_is_refused() -> None:
-    q, k, v = torch.randn(3, 1, 2, 30, 4).unbind()
-    for transform in (lambda f: jvp(f, (q,), (q,)), lambda f: jacfwd(f)(q)):
-        for pattern, options in product((Dense(), PATTERN), ({}, {"softcap": 1.0})):
-            with pytest.raises(NotImplementedError, match="jvp"):
-                transform(lambda x, p=pattern, o=options: sparse_attention(x, k, v, p, **o))
-
-
 # Transforms.
 
 
@@ -295,6 +291,190 @@ def test_a_gradient_sees_through_vmap() -> None:
     assert worst(torch.autograd.grad(vmap(attend)(*leaves).sum(), leaves), expected) < 1e-14
     shared = grad(lambda k: vmap(attend, in_dims=(0, None, None))(q, k, v[0]).sum())(k[0])
     assert relative_error(shared, sum(grad(attend, 1)(q[i], k[0], v[0]) for i in range(3))) < 1e-14
+
+
+def attend_text(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sparse_attention(q, k, v, Causal() & Window(2))
+
+
+def attend_index(index: BlockIndex, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sparse_attention(q, k, v, index)
+
+
+def attend_lists(lists: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sparse_attention(q, k, v, Chosen(lists) & Causal() | Window(0))
+
+
+def attend_bias(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    return sparse_attention(q, k, v, Causal(), bias=Relative(table, 3))
+
+
+def attend_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    return sparse_attention(q, k, v, Causal() & Window(2), sinks=sinks)
+
+
+def attend_dilated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dilated_attention(q, k, v, [3, 6], [1, 2], is_causal=True)
+
+
+FEW = 6
+PLACE = torch.arange(FEW)
+BAND = ((PLACE[:, None] - PLACE >= 0) & (PLACE[:, None] - PLACE <= 2))[None]
+LISTS = torch.tensor([[0, 3], [1, 0], [-1, -1], [2, 5], [0, 4], [1, 1]])[None, None]
+LISTED = ((LISTS[0, 0, :, :, None] == PLACE).any(1).tril() | torch.eye(FEW, dtype=torch.bool))[None]
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor, count: Tensor, added: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Attention by definition: pair (i, j) of head h counts ``count[h, i, j]`` times. A row without pairs is 0."""
+    weights = (q @ k.mT * q.shape[-1] ** -0.5 + added).exp() * count
+    total = weights.sum(-1, keepdim=True)
+    total = total + (0 if sinks is None else sinks.exp()[..., :, None, None])
+    return weights / torch.where(count.sum(-1, keepdim=True) > 0, total, 1) @ v
+
+
+def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    added = table[..., (PLACE - PLACE[:, None] + 3).clamp(0, 4)]
+    return weighed(q, k, v, torch.ones(FEW, FEW).tril(), added)
+
+
+def branches() -> Tensor:
+    """How often LongNet's segments of 3, and of 6 with dilation 2, keep a pair of each of two heads."""
+    both = PLACE[:, None] // 3 == PLACE // 3
+    odd = torch.stack([(PLACE % 2 == head)[:, None] & (PLACE % 2 == head) for head in (0, 1)])
+    return (both.int() + odd.int()).tril()
+
+
+KINDS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "text": (attend_text, partial(weighed, count=BAND, added=torch.zeros(())), []),
+    "index": (
+        partial(attend_index, build_index(Causal() & Window(2), FEW, block=16)),
+        partial(weighed, count=BAND, added=torch.zeros(())),
+        [],
+    ),
+    "lists": (partial(attend_lists, LISTS), partial(weighed, count=LISTED, added=torch.zeros(())), []),
+    "bias": (attend_bias, by_distance, [(2, 5)]),
+    "sinks": (attend_sinks, lambda q, k, v, sinks: weighed(q, k, v, BAND, torch.zeros(()), sinks), [(2,)]),
+    "dilated": (attend_dilated, partial(weighed, count=branches(), added=torch.zeros(())), []),
+}
+"""Functions of queries, keys, values and maybe one more tensor, their definition, and the shape of the tensor."""
+
+
+class Weighted(torch.nn.Module):
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend, self.weight = attend, torch.nn.Parameter(torch.linspace(0.5, 2, 4, dtype=torch.float64))
+
+    def forward(self, q: Tensor, *rest: Tensor) -> Tensor:
+        return self.attend(q * self.weight, *rest)
+
+
+def batched_gradients(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
+    leaves = [y.clone().requires_grad_() for y in x]
+    out = f(*leaves)
+    cotangents = torch.linspace(-1, 1, 3 * out.numel(), dtype=out.dtype).view(3, *out.shape)
+    return torch.autograd.grad(out, leaves, cotangents, is_grads_batched=True)
+
+
+def functional_gradients(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
+    def loss(weight: Tensor) -> Tensor:
+        return torch.func.functional_call(Weighted(f), {"weight": weight}, tuple(x)).sin().sum()
+
+    return grad(loss)(torch.linspace(1, 2, 4, dtype=torch.float64))
+
+
+def gradients_by_checkpoint(f: Callable[..., Tensor], x: list[Tensor], use_reentrant: bool) -> Any:
+    leaves = [y.clone().requires_grad_() for y in x]
+    out = checkpoint(f, *leaves, use_reentrant=use_reentrant)
+    out.sin().sum().backward()
+    return [out, *(y.grad for y in leaves)]
+
+
+def dual(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
+    with forward_ad.dual_level():
+        out = f(*(forward_ad.make_dual(y.clone().requires_grad_(), y.cos()) for y in x))
+        primal, tangent = forward_ad.unpack_dual(out)
+        return [primal.detach(), tangent.detach()]
+
+
+def copied(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
+    module = copy.deepcopy(Weighted(f))
+    module(*x).sin().sum().backward()
+    return module.weight.grad
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor], list[Tensor]], Any]] = {
+    "vmap": lambda f, x: vmap(f)(*(torch.stack([y, 2 * y, y.sin()]) for y in x)),
+    "vmap of gradients": lambda f, x: vmap(grad(lambda *y: f(*y).sin().sum(), tuple(range(len(x)))))(
+        *(torch.stack([y, 2 * y, y.sin()]) for y in x)
+    ),
+    "jacrev": lambda f, x: jacrev(f, tuple(range(len(x))))(*x),
+    "batched gradients": batched_gradients,
+    "jacobian": lambda f, x: torch.autograd.functional.jacobian(f, tuple(x), vectorize=True),
+    "functional call": functional_gradients,
+    "checkpoint": partial(gradients_by_checkpoint, use_reentrant=False),
+    "reentrant": partial(gradients_by_checkpoint, use_reentrant=True),
+    "deepcopy": copied,
+}
+OF_TILES: dict[str, Callable[[Callable[..., Tensor], list[Tensor]], Any]] = {
+    "jvp": lambda f, x: jvp(f, tuple(x), tuple(y.cos() for y in x)),
+    "dual": dual,
+    "jacfwd": lambda f, x: jacfwd(f, len(x) - 1)(*x),
+    "vmap of jvp": lambda f, x: vmap(lambda *y: jvp(f, y, y))(*(torch.stack([y, y.sin()]) for y in x)),
+    "jvp of vmap": lambda f, x: jvp(vmap(f), *[tuple(torch.stack([y, y.sin()]) for y in x)] * 2),
+    "hessian": lambda f, x: torch.func.hessian(lambda y: f(y, *x[1:]).sin().sum())(x[0]),
+    "batched hessian": lambda f, x: torch.autograd.functional.hessian(
+        lambda y: f(y, *x[1:]).sin().sum(), x[0], vectorize=True
+    ),
+}
+"""Forward mode and second derivatives, which lists and biases refuse."""
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+@pytest.mark.parametrize("transform", [*TRANSFORMS, *OF_TILES])
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms_of_attention_are_those_of_its_definition(kind: str, transform: str) -> None:
+    attend, definition, shapes = KINDS[kind]
+    size = (1, 2, FEW, 2) if transform.endswith(("hessian", "jacfwd")) else (2, 2, FEW, 4)
+    x = [torch.randn(shape, dtype=torch.float64) for shape in [size] * 3 + shapes]
+    if transform in OF_TILES and kind in ("lists", "bias"):
+        with pytest.raises((NotImplementedError, ValueError), match=r"derivative, and none in forward mode|treespec"):
+            OF_TILES[transform](attend, x)
+        return
+    apply = {**TRANSFORMS, **OF_TILES}[transform]
+    found, expected = tree_leaves(apply(attend, x)), tree_leaves(apply(definition, x))
+    assert worst(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_of_every_kind(kind: str) -> None:
+    attend, definition, shapes = KINDS[kind]
+    x = [torch.randn(shape, requires_grad=True) for shape in [(2, 2, FEW, 4)] * 3 + shapes]
+    wide = [y.detach().double().requires_grad_() for y in x]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(*x)
+    assert out.dtype == torch.bfloat16
+    expected = definition(*wide)
+    grads = torch.autograd.grad(out.float().sum(), x), torch.autograd.grad(expected.sum(), wide)
+    assert relative_error(out, expected) < 1e-2
+    assert worst(*grads) < 3e-2
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("dense", {}), (None, {"start": 1}), ("blockwise", {"softcap": 1.5}), (None, {"dropout_p": 0.4, "seed": 3})],
+    ids=str,
+)
+def test_forward_mode_and_batched_gradients(backend: str | None, options: dict[str, Any]) -> None:
+    pattern = Dense() if backend == "dense" else HOLES
+    leaves = [x.requires_grad_() for x in make_inputs(1, 2, 5, 6, 3, value_dim=2)[:3]]
+
+    def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = sparse_attention(*x, pattern, backend=backend, return_lse=True, **options)
+        return out, lse.exp()
+
+    checks = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True, **checks)
+    assert torch.autograd.gradgradcheck(attend, leaves, fast_mode=True, check_fwd_over_rev=True)
 
 
 def test_jacobians_and_hessians() -> None:
@@ -525,7 +705,7 @@ def test_a_pattern_without_a_text_breaks_the_graph_once(graphs: Callable[[], int
     # Before, for the sinks and after.
     assert graphs() == 3
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a traced graph builds no index; or pass a BlockIndex"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot look at values: expected a pattern with"):
         torch.compile(attend, backend="eager", fullgraph=True)(x)
 
 
@@ -836,8 +1016,12 @@ def test_who_looks_at_operators_sees_them_and_others_do_not_pay(monkeypatch: pyt
         assert {"ringtile::forward", "ringtile::backward"} <= set(seen)
     # PyTorch shows these modes no backward pass.
     assert "ringtile::forward" in functions.names
-    traced = torch.jit.trace(lambda x: sparse_attention(x, x, x, PATTERN), leaf.detach())
-    assert "ringtile::forward" in str(traced.graph)
+    for pattern in (PATTERN, Chosen(torch.randint(40, (1, 1, 40, 4)))):
+        traced = torch.jit.trace(lambda x, p=pattern: sparse_attention(x, x, x, p), leaf.detach(), check_trace=False)
+        assert "ringtile::forward" in str(traced.graph)
+        assert torch.equal(traced(leaf.detach() * 2), sparse_attention(*[leaf.detach() * 2] * 3, pattern))
+        with pytest.raises(NotImplementedError, match=r"torch.jit.trace: expected torch.no_grad\(\)"):
+            torch.jit.trace(lambda x, p=pattern: sparse_attention(x, x, x, p), leaf)
     # Nobody looks: an operator that cannot be called is not.
     monkeypatch.setattr(torch.ops, "ringtile", None)
     step()

@@ -375,31 +375,14 @@ def _attend(
 
 def _needs_index(pattern: Given, backend: str | None) -> bool:
     """Return True if a call reads its pairs from an index that is built of values."""
-    if pattern is None or isinstance(pattern, BlockIndex) or backend == "reference":
-        return False
-    if not isinstance(pattern, Pattern):
-        return True
-    found = split(pattern) if pattern.text is None else None
-    return pattern.text is None if found is None else found.rest is not None and found.rest.text is None
+    if isinstance(pattern, Pattern):
+        return pattern.text is None and backend != "reference" and split(pattern) is None
+    return not isinstance(pattern, BlockIndex | None)
 
 
-@outside_graphs("pattern: expected one with a text, because a traced graph builds no index; or pass a BlockIndex")
-def _attend_outside(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Given,
-    structure: None,
-    is_causal: bool,
-    start: int | None,
-    enable_gqa: bool,
-    backend: str | None,
-    bias: Bias | tuple[Bias, ...] | None,
-    options: RowOptions,
-) -> tuple[Tensor, Tensor]:
-    """Compute what `_attend` does, by a plan."""
-    more: Any = {"is_causal": is_causal, "start": start, "enable_gqa": enable_gqa, "backend": backend, "bias": bias}
-    return sparse_attention(query, key, value, pattern, return_lse=True, **{**options, "sinks": None, **more})
+@outside_graphs
+def _attend_outside(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _attend(*arguments)
 
 
 def _attend_in_tiles(*tensors: Tensor, pattern: Neighborhood, sinks: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,16 @@ from torch.autograd.function import once_differentiable
 from ringtile.functional.attention import sparse_attention, without_autocast
 from ringtile.functional.merge import merge_attention
 from ringtile.index import BlockIndex, build_index
-from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memory, merge_into, new_out, pack_keys
+from ringtile.kernels.contracts import (
+    ROW_NAMES,
+    Call,
+    accumulator,
+    check_memory,
+    is_batched,
+    merge_into,
+    new_out,
+    pack_keys,
+)
 from ringtile.kernels.select import select
 from ringtile.patterns import Pattern
 
@@ -205,11 +214,14 @@ class _Attended(torch.autograd.Function):
         (q, k, v, out, lse, *saved), parts = ctx.saved_tensors, ctx.parts
         # Even without gradients of its results, a rank takes part in the collectives.
         out_grad = torch.zeros_like(out) if out_grad is None else out_grad
-        if torch.is_grad_enabled():
-            # With a graph, so that the gradients differentiate again.
+        again = torch.is_grad_enabled()
+        if again or (parts.composes and any(map(is_batched, (out_grad, lse_grad)))):
+            # By operations that vmap, and with a graph, if the gradients differentiate again.
             wanted = [x for x, need in zip((q, k, v), ctx.needs_input_grad, strict=False) if need]
-            results, grads, n = composed(q, k, v, parts), (out_grad, lse_grad), 1 if lse_grad is None else 2
-            found = iter(torch.autograd.grad(results[:n], wanted, grads[:n], create_graph=True, allow_unused=True))
+            grads, n = (out_grad, lse_grad), 1 if lse_grad is None else 2
+            with torch.enable_grad():
+                results = composed(q, k, v, parts)
+            found = iter(torch.autograd.grad(results[:n], wanted, grads[:n], create_graph=again, allow_unused=True))
             return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None
         check_memory(ROW_NAMES, (out_grad, lse_grad, q, k, v, out, lse))
         wide = accumulator(q)

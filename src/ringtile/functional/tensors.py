@@ -9,7 +9,7 @@ from ringtile.kernels.contracts import check_memory
 
 def is_real(x: Tensor) -> bool:
     """Return True if a tensor has memory of its own, or had: it is not traced, transformed or a subclass."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
         return False
     return type(x) in (Tensor, Parameter) and not x._is_zerotensor() and not x.is_meta
 

@@ -255,7 +255,7 @@ def set_cache_limit(limit: int) -> None:
     _cache.resize(limit)
 
 
-@outside_graphs("build_index: an index is built outside graphs, pass it in")
+@outside_graphs
 def build_index(
     pattern: Pattern,
     n_queries: int,

@@ -369,8 +369,8 @@ def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
     return *(x.new_empty(x.shape) for x in arguments[2:5]), [x.new_empty(x.shape) for x in arguments[7]]
 
 
-operators.register("forward_biased", _forward, operators.fake_forward)
-operators.register("backward_biased", _backward, _fake_backward)
+operators.register("forward_biased", _forward, operators.fake_forward, 0)
+operators.register("backward_biased", _backward, _fake_backward, 0)
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -390,9 +390,10 @@ def _compute(
 
 
 _again = operators.without_derivative(
-    _differentiate, "attention with a bias has no second derivative; with backend='reference' it has"
+    _differentiate,
+    "attention with a bias has no second derivative, and none in forward mode; with backend='reference' it has",
 )
-_Attention = operators.differentiable(_compute, _differentiate, _again, 3, vmaps=False)
+_Attention = operators.differentiable(_compute, _differentiate, _again, 3)
 
 
 def attend_biased(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Term], call: Call) -> tuple[Tensor, Tensor]:
@@ -405,5 +406,5 @@ def attend_biased(q: Tensor, k: Tensor, v: Tensor, terms: Sequence[Term], call: 
     if not operators.is_differentiated(q, k, v, *biases):
         return FORWARD_BIASED(q, k, v, biases, spec, *call)
     plain, *tensors = operators.apart(call)
-    out, lse = _Attention.apply(q, k, v, spec, len(biases), plain, *biases, *tensors)
+    out, lse = operators.applied(_Attention).apply(q, k, v, spec, len(biases), plain, *biases, *tensors)
     return out, lse

@@ -51,7 +51,8 @@ def _differentiate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _again = operators.without_derivative(
-    _differentiate, "attention over Chosen lists has no second derivative; with backend='reference' it has"
+    _differentiate,
+    "attention over Chosen lists has no second derivative, and none in forward mode; with backend='reference' it has",
 )
 _Attention = operators.differentiable(_compute, _differentiate, _again, 1)
 
@@ -59,12 +60,9 @@ _Attention = operators.differentiable(_compute, _differentiate, _again, 1)
 def attend_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and lse of a call over lists, differentiable in q, k and v. The call names its backend."""
     indices, limits = lists.indices, lists.limits
-    if torch._C._are_functorch_transforms_active():
-        # Examples become batch elements, each with its own lists.
-        indices, limits = (x.expand(q.shape[0], *x.shape[1:]) for x in (indices, limits))
     call = call._replace(block=lists.block)
     if not operators.is_differentiated(q, k, v):
         return FORWARD_LISTS(q, k, v, indices, limits, *call)
     plain, *tensors = operators.apart(call)
-    out, lse = _Attention.apply(q, k, v, plain, indices, limits, *tensors)
+    out, lse = operators.applied(_Attention).apply(q, k, v, plain, indices, limits, *tensors)
     return out, lse

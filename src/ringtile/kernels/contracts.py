@@ -237,6 +237,11 @@ def has_memory(x: Tensor) -> bool:
     return at >> 40 != 0 or x.numel() == 0 or at != x.storage_offset() * x.element_size()
 
 
+def is_batched(x: object) -> bool:
+    """Return True for a tensor of ``is_grads_batched=True``, all gradients at once, without memory."""
+    return isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def check_memory(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """Raise ValueError if a tensor has no strides, or if its storage was freed: kernels would read address 0."""
     for name, x in zip(names, tensors, strict=True):
@@ -246,6 +251,8 @@ def check_memory(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None
             held = has_memory(x)
         except RuntimeError:
             # To ask each tensor for its layout would take longer.
+            if is_batched(x):
+                raise ValueError(f"{name}: expected one gradient, got is_grads_batched=True with {x.shape=}") from None
             if x.layout is torch.strided:
                 raise
             raise ValueError(f"{name}: expected torch.strided, got {x.layout=}") from None

@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 from ringtile.kernels.contracts import (
     BACKENDS,
@@ -16,6 +17,7 @@ from ringtile.kernels.contracts import (
     accumulator,
     check_memory,
     has_memory,
+    is_batched,
     new_out,
     options_of,
 )
@@ -81,26 +83,35 @@ def _fake_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (out, lse, q, k, v))
 
 
-def _folded(size: int, x: Any, dim: int | None) -> Any:
-    """Fold a vmapped dimension into the batch. Tensors that are not vmapped are repeated."""
+def _folded(size: int, x: Any, dim: Any, batch: int = -1) -> Any:
+    """Fold a vmapped dimension into the batch. Tensors that are not vmapped, or have a batch of 1, are repeated."""
     if not isinstance(x, Tensor):
         return x
     x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.flatten(0, 1)
+    return x.expand(-1, batch, *x.shape[2:]).flatten(0, 1)
+
+
+def _one_by_one(op: Any, size: int, in_dims: Any, arguments: Any) -> Any:
+    """Return the stacked results of an operator for each example."""
+
+    def example(number: int) -> Any:
+        return op(*tree_map(lambda x, dim: x if dim is None else x.select(dim, number), arguments, in_dims))
+
+    return tree_map(lambda *found: torch.stack(found), *map(example, range(size)))
 
 
 def _vmap_rule(n_tensors: int, op: Any) -> Any:
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        size, places = info.batch_size, slice(-len(Call._fields), None)
+        call, dims = Call(*arguments[places]), Call(*in_dims[places])
+        # The kernels have one seed, and one slope and number per head, for the whole batch.
+        if not n_tensors or {dims.seed, dims.alibi_slopes, dims.head_at} != {None}:
+            found = _one_by_one(op, size, in_dims, arguments)
+            return found, tree_map(lambda _: 0, found)
         # Examples become batch elements: [V, B, H, N, D] with V examples is one call of [V * B, H, N, D].
-        size = info.batch_size
-        call, dims = Call(*arguments[n_tensors:]), dict(zip(Call._fields, in_dims[n_tensors:], strict=True))
-        if any(dims[name] is not None for name in ("seed", "alibi_slopes", "head_at")):
-            # The kernels have one seed, and one slope and number per head, for the whole batch.
-            pairs = list(zip(arguments, in_dims, strict=True))
-            examples = ([x.select(dim, n) if isinstance(dim, int) else x for x, dim in pairs] for n in range(size))
-            each = [op(*example) for example in examples]
-            return tuple(torch.stack(outs) for outs in zip(*each, strict=True)), (0,) * len(each[0])
-        tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
+        first = arguments[0]
+        batch = first.shape[0] if in_dims[0] is None else first.movedim(in_dims[0], 0).shape[1]
+        tensors = [_folded(size, x, dim, batch) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
         tiles = list(call.tiles)
         # The first tensor of an index is its groups: one row per batch element, or one row for all.
         if tiles and tiles[0].shape[0] > 1:
@@ -108,12 +119,12 @@ def _vmap_rule(n_tensors: int, op: Any) -> Any:
         batch_at = call.batch_at
         if call.dropout_p and batch_at is None:
             # Each example numbers its batch elements from 0.
-            batch_at = torch.arange(tensors[0].shape[0] // size, device=tensors[0].device)
+            batch_at = torch.arange(batch, device=first.device)
         call = call._replace(
             tiles=tiles,
-            batch_at=_folded(size, batch_at, dims["batch_at"]),
-            key_bits=_folded(size, call.key_bits, dims["key_bits"]),
-            key_lengths=_folded(size, call.key_lengths, dims["key_lengths"]),
+            batch_at=_folded(size, batch_at, dims.batch_at),
+            key_bits=_folded(size, call.key_bits, dims.key_bits),
+            key_lengths=_folded(size, call.key_lengths, dims.key_lengths),
         )
         outs = op(*tensors, *call)
         return tuple(out.unflatten(0, (size, -1)) for out in outs), (0,) * len(outs)
@@ -121,13 +132,34 @@ def _vmap_rule(n_tensors: int, op: Any) -> Any:
     return rule
 
 
-def register(name: str, implementation: Any, fake: Any, n_tensors: int = 0) -> None:
-    """Give an operator of the library what it computes, its fake tensors and, with tensors before its call, vmap."""
+_VMAP_MODE = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
+"""In this mode, PyTorch draws no numbers, by which an index finds equal tiles."""
+
+
+def _of_batches(op: Any) -> Any:
+    """Return an operator for the tensors of ``is_grads_batched=True``: those of an older vmap, at its level 1."""
+
+    def compute(*arguments: Any) -> Any:
+        dims = tree_map(lambda x: 0 if is_batched(x) else None, arguments)
+        whole = tree_map(lambda x: torch._remove_batch_dim(x, 1, 1, 0) if is_batched(x) else x, arguments)
+        with torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE):
+            found = torch.vmap(op, dims)(*whole)
+        return tree_map(lambda x: torch._add_batch_dim(x, 0, 1), found)
+
+    return compute
+
+
+def register(name: str, implementation: Any, fake: Any, n_tensors: int | None = None) -> None:
+    """Give an operator of the library what it computes, its fake tensors and, with a number of tensors, vmap.
+
+    That number have a batch and stand before a call, and all examples are one call. With 0, each is a call.
+    """
     library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringtile::{name}", fake, lib=library)
-    if n_tensors:
-        rule = _vmap_rule(n_tensors, getattr(torch.ops.ringtile, name).default)
-        torch.library.register_vmap(f"ringtile::{name}", rule, lib=library)
+    if n_tensors is not None:
+        op = getattr(torch.ops.ringtile, name).default
+        torch.library.register_vmap(f"ringtile::{name}", _vmap_rule(n_tensors, op), lib=library)
+        library.impl(name, _of_batches(op), "Batched")
 
 
 register("forward", _forward, fake_forward, 3)
@@ -139,19 +171,21 @@ BACKWARD: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.ringtile.back
 
 def apart(call: Call) -> tuple[Any, ...]:
     """Return the call without tensors, then its tensors: autograd and torch.func must see each as an argument."""
-    if not call.tiles and all(x is None for x in options_of(call)):
-        return (call,)
+    tensors = (*options_of(call), *call.tiles) if call.tiles or any(x is not None for x in options_of(call)) else ()
     absent: dict[str, Any] = dict.fromkeys(OPTIONAL)
-    return call._replace(tiles=(), **absent), *options_of(call), *call.tiles
+    plain = call._replace(tiles=(), **absent)
+    # In forward mode, vmap of torch.func would take a tuple for several arguments.
+    return (lambda: plain) if torch._C._are_functorch_transforms_active() else plain, *tensors
 
 
-def with_tensors(call: Call, *tensors: Tensor | None) -> Call:
+def with_tensors(call: Any, *tensors: Tensor | None) -> Call:
     """Return the call from the results of `apart`."""
+    plain: Call = call() if callable(call) else call
     if not tensors:
-        return call
+        return plain
     count = len(OPTIONAL)
     optional: dict[str, Any] = dict(zip(OPTIONAL, tensors[:count], strict=True))
-    return call._replace(tiles=[x for x in tensors[count:] if x is not None], **optional)
+    return plain._replace(tiles=[x for x in tensors[count:] if x is not None], **optional)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -165,27 +199,31 @@ def is_unseen(*tensors: Tensor | None) -> bool:
     than CPUs and GPUs, subclasses of tensors, and tensors without plain memory (sparse, nested, lazily negated, zero,
     freed) need it.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._autograd._profiler_enabled()
-        and torch._C._get_tracing_state() is None
-        # Written out: each function called here would cost more than what it asks.
-        and all(
-            [
-                type(x) in _PLAIN
-                and (x.is_cpu or x.is_cuda)
-                and x.layout is _STRIDED
-                and not x.is_nested
-                and not x.is_neg()
-                and (x.data_ptr() >> 40 != 0 or has_memory(x))
-                for x in tensors
-                if x is not None
-            ]
+    try:
+        return (
+            not torch.compiler.is_compiling()
+            and not torch._C._len_torch_dispatch_stack()
+            and not torch._C._len_torch_function_stack()
+            and not torch._C._are_functorch_transforms_active()
+            and not torch._C._autograd._profiler_enabled()
+            and torch._C._get_tracing_state() is None
+            # Written out: each function called here would cost more than what it asks.
+            and all(
+                [
+                    type(x) in _PLAIN
+                    and (x.is_cpu or x.is_cuda)
+                    and x.layout is _STRIDED
+                    and not x.is_nested
+                    and not x.is_neg()
+                    and (x.data_ptr() >> 40 != 0 or has_memory(x))
+                    for x in tensors
+                    if x is not None
+                ]
+            )
         )
-    )
+    except RuntimeError:
+        # The tensors of ``is_grads_batched=True`` have no address.
+        return False
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
@@ -222,6 +260,8 @@ def without_derivative(compute: Callable[..., Any], message: str) -> type[torch.
         def backward(ctx: Any, *cotangents: Tensor) -> None:
             raise NotImplementedError(message)
 
+        jvp = backward
+
     return Last
 
 
@@ -232,7 +272,8 @@ def _differentiate_twice(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 _DoubleBackward = without_derivative(
-    _differentiate_twice, "sparse_attention has no third derivative; with backend='reference' it has"
+    _differentiate_twice,
+    "sparse_attention has no third derivative, and none of one in forward mode; with backend='reference' it has",
 )
 
 
@@ -249,6 +290,7 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.call = inputs[8]
         ctx.save_for_backward(*inputs[:7], *inputs[9:])
+        ctx.save_for_forward(*inputs[:7], *inputs[9:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -259,9 +301,36 @@ class _Backward(torch.autograd.Function):
         lse_grad = None if rows[1] is None else lse_grad
         return out_grad, lse_grad, q, k, v, None, None, None, None, *(None for _ in rest)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        rows, rest = Rows(*ctx.saved_tensors[:7]), ctx.saved_tensors[7:]
+        # Gradients are linear in out_grad and lse_grad. Along q, k and v, their matrix is symmetric: it is a hessian.
+        moved = rows._replace(out_grad=_or_zero(tangents[0], rows.out_grad), lse_grad=tangents[1])
+        once: Any = _Backward
+        first = once.apply(*moved, None, ctx.call, *rest)
+        along = map(_or_zero, tangents[2:5], rows[2:5])
+        second = _DoubleBackward.apply(*along, *rows, ctx.call, *rest)[2:]
+        return tuple(x + y for x, y in zip(first, second, strict=True))
+
+
+def _or_zero(tangent: Tensor | None, x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if tangent is None else tangent
+
+
+def _push(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the derivatives of the output and the lse along tangents of q, k and v."""
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    # Gradients are linear in out_grad. So their product with the tangents has the derivative of the output as its own.
+    rows = torch.zeros_like(out), None, q, k, v, out, lse
+    along = map(_or_zero, tangents, (q, k, v))
+    found: tuple[Tensor, ...] = _DoubleBackward.apply(*along, *rows, ctx.plain[1], *rest)[:2]
+    return found
+
 
 def _compute(q: Tensor, k: Tensor, v: Tensor, prepared: Any, *call: Any) -> tuple[Tensor, Tensor]:
-    return run_forward(q, k, v, with_tensors(*call), prepared)
+    found = run_forward(q, k, v, with_tensors(*call), prepared)
+    # A result that is a view cannot have a tangent.
+    return found if forward_ad._current_level < 0 else (found[0].clone(), found[1].clone())
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -269,23 +338,32 @@ def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def differentiable(
-    compute: Callable[..., Any], differentiate: Callable[..., Any], again: Any, n_plain: int, *, vmaps: bool = True
-) -> type[torch.autograd.Function]:
+    compute: Callable[..., Any],
+    differentiate: Callable[..., Any],
+    again: Any,
+    n_plain: int,
+    push: Callable[..., Any] | None = None,
+) -> Any:
     """Return ``compute`` with gradients: a function of q, k, v, ``n_plain`` other values and tensors.
 
-    It composes with grad and compile, and with vmap if ``vmaps``. ``differentiate`` takes `Rows`, the values and the
-    tensors, and returns the gradients of q, k, v and of the first of the tensors. ``again`` does too, for derivatives.
+    It composes with grad, vmap and compile, and with forward mode by ``push``, or else it raises as ``again`` there.
+    ``differentiate`` takes `Rows`, the values and the tensors, and returns the gradients of q, k, v and of the first of
+    the tensors. ``again`` does too, for derivatives.
     """
 
     class Attention(torch.autograd.Function):
-        generate_vmap_rule = vmaps
+        generate_vmap_rule = True
+        pushed: Any = None
         forward = staticmethod(compute)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
             ctx.plain = inputs[3 : 3 + n_plain]
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*inputs[:3], *output, *inputs[3 + n_plain :])
+            saved = *inputs[:3], *output, *inputs[3 + n_plain :]
+            ctx.save_for_backward(*saved)
+            if forward_ad._current_level >= 0:
+                ctx.save_for_forward(*saved)
 
         @staticmethod
         def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -302,10 +380,12 @@ def differentiable(
             missing = len(tensors) + 3 - len(grads)
             return *grads[:3], *(None,) * n_plain, *grads[3:], *(None,) * missing
 
+    # Dynamo traces no function with a jvp.
+    Attention.pushed = type(Attention.__name__, (Attention,), {"jvp": staticmethod(push or again.jvp)})
     return Attention
 
 
-Attention = differentiable(_compute, _differentiate, _Backward, 2)
+Attention = differentiable(_compute, _differentiate, _Backward, 2, _push)
 
 
 class _Direct(torch.autograd.Function):
@@ -317,21 +397,28 @@ class _Direct(torch.autograd.Function):
         Attention.setup_context(ctx, arguments, output)
         return output
 
-    backward = Attention.backward
+    backward, jvp = Attention.backward, Attention.pushed.jvp
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
     """Return True if a derivative may follow. A tensor does not show if an outer transform of torch.func tracks it."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    found = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if found and torch._C._get_tracing_state() is not None:
+        raise NotImplementedError("torch.jit.trace: expected torch.no_grad(), traced attention has no gradient")
+    return found
+
+
+def applied(function: Any, plain: Any = None) -> Any:
+    """Return what `differentiable` made for a compiler, or else ``plain``, by default with forward mode."""
+    return function if torch.compiler.is_compiling() else plain or function.pushed
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
     """Return the output and lse of one call, differentiable in q, k and v."""
     if not is_differentiated(q, k, v):
         return run_forward(q, k, v, call, prepared)
-    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    function: Any = Attention if transformed else _Direct
+    function = applied(Attention, None if torch._C._are_functorch_transforms_active() else _Direct)
     out, lse = function.apply(q, k, v, prepared, *apart(call))
     return out, lse

@@ -112,7 +112,7 @@ class Blocks(BlockPattern):
     block: int
     given_columns: bool
 
-    @outside_graphs("blocks: a traced graph cannot look at the values of a matrix")
+    @outside_graphs
     def __init__(
         self,
         matrix: Tensor | None = None,

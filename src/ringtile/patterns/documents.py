@@ -39,7 +39,7 @@ class Documents(Pattern):
     batched: bool
     head_class = same_for_heads
 
-    @outside_graphs("documents: a traced graph cannot look at the values of ids, or of cu_seqlens")
+    @outside_graphs
     def __init__(
         self, lengths: Sequence[int] | None = None, *, cu_seqlens: _Integers | None = None, ids: _Integers | None = None
     ) -> None:

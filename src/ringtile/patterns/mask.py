@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ringtile.patterns.base import Pattern, TileGrid
 from ringtile.patterns.checks import as_tensor
 from ringtile.patterns.content import Content, digest_of, memory_of
-from ringtile.patterns.traced import outside_graphs
+from ringtile.patterns.traced import REASON, outside_graphs
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def one_of_equals(mask: Tensor) -> Tensor:
     return mask
 
 
-@outside_graphs("from_mask: a traced graph cannot look at its values")
+@outside_graphs
 def from_mask(mask: Tensor) -> Pattern:
     """Return the pattern of the pairs that a dense mask keeps.
 
@@ -185,20 +185,14 @@ _SMALL = 1 << 24
 _readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-_REFUSED = (
-    "attn_mask, attention_mask: a traced graph cannot look at its values: expected a pattern, a mask of keys, or "
-    "is_causal=True with the square causal mask"
-)
-
-
-@outside_graphs(_REFUSED)
+@outside_graphs
 def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
     """Return ``read(mask, *arguments)``, made once until the values of the mask change.
 
     Raises ValueError in a graph that `torch.export` makes.
     """
     if torch.compiler.is_compiling():
-        raise ValueError(f"{_REFUSED}, got {mask.shape=}")
+        raise ValueError(f"mask: {REASON}, got {mask.shape=}")
     state = read, arguments, state_of(mask)
     reading = _readings.get(mask)
     if reading is None or reading[0] != state:

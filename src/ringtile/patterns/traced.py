@@ -17,17 +17,15 @@ def constant(function: _F) -> _F:
     return function
 
 
-def outside_graphs(reason: str) -> Callable[[_F], _F]:
-    """Let Dynamo end a graph before a function, and compile neither it nor the functions that it calls.
+REASON = "a traced graph cannot look at values: expected a pattern with a text, a mask of keys or a BlockIndex"
+"""Why `outside_graphs` breaks a graph: an error of ``fullgraph=True``."""
 
-    With ``fullgraph=True``, its error has the reason. `torch.compiler.disable` does this too, but loads Dynamo first.
+
+def outside_graphs(function: _F) -> _F:
+    """Let Dynamo break a graph at a function that reads values, and compile neither it nor the functions it calls.
+
+    `torch.compiler.disable` does this too, but loads Dynamo first.
     """
-
-    def mark(function: _F) -> _F:
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]
-        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
-        return function
-
-    return mark
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function

@@ -33,7 +33,7 @@ class _Problem:
     q: Tensor
     k: Tensor
     v: Tensor
-    pattern: Pattern | str | BlockIndex
+    pattern: Pattern | BlockIndex
     start: int | None = None
     key_mask: Tensor | None = None
     key_lengths: Tensor | None = None
@@ -178,7 +178,7 @@ def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | str | BlockIndex,
+    pattern: Pattern | BlockIndex,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     """Compute attention over the pairs that a pattern keeps, dense and in float64.
@@ -218,7 +218,7 @@ def attention_reference(
 
 
 def attention_rows(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | str | BlockIndex, rows: Tensor, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockIndex, rows: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """Compute some rows of `attention_reference`: output ``[B, H, R, Dv]`` and lse ``[B, H, R]``, in float64.
 

@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import SymFloat, Tensor
@@ -33,7 +34,7 @@ def checked_ints(owner: str, name: str, values: Sequence[int], minimum: int = 0)
     return tuple(checked_int(owner, name, value, minimum) for value in values)
 
 
-def check_number(name: str, value: object, wanted: str, least: float = -math.inf, below: float = math.inf) -> None:
+def check_number(name: str, value: Any, wanted: str, least: float = -math.inf, below: float = math.inf) -> None:
     """Raise ValueError unless a value is a finite number in ``[least, below)``. A tensor would lose its gradient."""
     is_number = isinstance(value, Real | SymFloat) and not isinstance(value, bool)
     if not is_number or not -math.inf < value < below or value < least:

@@ -85,7 +85,7 @@ void sum_column(const ringtile_call &c, const Head &head, int64_t col, TileCurso
                                            lse_of<T>(c, head) + queries.first, delta_of<T>(c, head) + queries.first);
         RowSums<T> own = {};
         int64_t numbers = (queries.high - queries.low) * c.head_dim;
-        T *grad = (T *)c.backward.q_grad + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
+        T *grad = (T *)c.backward.q_sums + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
         if (with_rows) own = row_sums<T>(c, grad, head, head.group * c.index.n_rows + row, col, numbers);
         products.column_tile(tile, sums, sums + key_numbers(c), own.at);
         if (own.ends) add_up(own.total, own.at, numbers, false);
@@ -113,9 +113,9 @@ void sum_row(const ringtile_call &c, const Head &head, Side queries, TileCursor 
 
 // Write sums [d][lane] to the gradients of a row's queries, zero for a query that keeps no keys.
 template <class P, class E>
-void write_queries(const ringtile_call &c, const Head &head, Side queries, const typename P::Number *sums) {
+void write_queries(const ringtile_call &c, const Head &head, Side queries, const typename P::Number *sums, E *grads) {
     using T = typename P::Number;
-    E *grad = (E *)c.backward.q_grad + (head.number * c.n_queries + queries.first) * c.head_dim;
+    E *grad = grads + (head.number * c.n_queries + queries.first) * c.head_dim;
     const T *lse = lse_of<T>(c, head) + queries.first;
     T share[MAX_BLOCK] = {};
     for (int lane = queries.low; lane < queries.high; lane++)
@@ -166,8 +166,9 @@ template <class P> void head_item(const ringtile_call &c, int64_t item, typename
         for (int64_t at = 0; c.work.last_col == c.index.n_cols && at < heads_a_key * c.index.n_rows; at++) {
             const Head head(c, item * heads_a_key + at / c.index.n_rows);
             const Side queries = row_tokens(c, at % c.index.n_rows);
-            T *grad = (T *)c.backward.q_grad + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
-            write_queries<P, T>(c, head, queries, products.collected(queries, grad));
+            T *grads = (T *)c.backward.q_sums;
+            T *grad = grads + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
+            write_queries<P>(c, head, queries, products.collected(queries, grad), grads);
         }
     }
 }
@@ -254,15 +255,15 @@ template <class P> void row_item(const ringtile_call &c, int64_t number, typenam
         sum_row(c, head, queries, tiles, split_begin(tiles.length(), splits, split + 1) - from, products, to.sums);
         if (splits > 1) add_up(to.totals, to.sums, size, split == 0);
     }
-    write_queries<P, typename P::Element>(c, head, queries, splits > 1 ? to.totals : to.sums);
+    write_queries<P>(c, head, queries, splits > 1 ? to.totals : to.sums, (typename P::Element *)c.backward.q_grad);
 }
 
 // Write the sum of a row's shared splits if `number` is the first of them.
 template <class P> void fold_row(const ringtile_call &c, int64_t number) {
     int64_t item = shared_split(c, number).item;
     if (const auto *total = folded<typename P::Number>(c, number, key_numbers(c)))
-        write_queries<P, typename P::Element>(c, Head(c, item / c.index.n_rows), row_tokens(c, item % c.index.n_rows),
-                                              total);
+        write_queries<P>(c, Head(c, item / c.index.n_rows), row_tokens(c, item % c.index.n_rows), total,
+                         (typename P::Element *)c.backward.q_grad);
 }
 
 }  // namespace ISA

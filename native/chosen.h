@@ -672,16 +672,16 @@ inline void key_grads(const ringtile_call &c, int64_t head, int64_t low, int64_t
             to.met[key] = 1;
         }
     }
-    auto add = [&](const float *sums, int64_t width, void *grads) {
+    auto add = [&](const float *sums, int64_t width, float *grads) {
         for (int64_t key = low; key < high; key++) {
             if (!to.met[key - low]) continue;
             const float *sum = sums + (key - low) * whole_vectors(width);
-            float *grad = (float *)grads + (head * c.n_keys + key) * width;
+            float *grad = grads + (head * c.n_keys + key) * width;
             for (int64_t d = 0; d < width; d++) grad[d] += sum[d];
         }
     };
-    add(to.key_sums, c.head_dim, c.backward.k_grad);
-    add(to.value_sums, c.value_dim, c.backward.v_grad);
+    add(to.key_sums, c.head_dim, c.lists.key_sums);
+    add(to.value_sums, c.value_dim, c.lists.value_sums);
 }
 
 // An item of a call, see ringtile.h.

@@ -194,13 +194,21 @@ PUBLIC void ringtile_use_runtime(void *parallel, void *thread_number, void *push
 struct Field {
     const char *name;
     int64_t offset, size;
-    char kind;  // of its numbers: i for int32, l for int64, d for double, p for a pointer
+    char kind;  // of its numbers: i for int32, l for int64, d for double. A pointer has the capital of its elements: I, L, D,
+                // H for uint16, F for float, N for ringtile_number, S for ringtile_sum
 };
 
 static constexpr char kind_of(const int32_t &) { return 'i'; }
 static constexpr char kind_of(const double &) { return 'd'; }
 static constexpr char kind_of(const int64_t &) { return 'l'; }
-template <class T> static constexpr char kind_of(T *const &) { return 'p'; }
+static constexpr char kind_to(const int32_t *) { return 'I'; }
+static constexpr char kind_to(const int64_t *) { return 'L'; }
+static constexpr char kind_to(const double *) { return 'D'; }
+static constexpr char kind_to(const uint16_t *) { return 'H'; }
+static constexpr char kind_to(const float *) { return 'F'; }
+static constexpr char kind_to(const ringtile_number *) { return 'N'; }
+static constexpr char kind_to(const ringtile_sum *) { return 'S'; }
+template <class T> static constexpr char kind_of(T *const &) { return kind_to((T *)nullptr); }
 template <class T, int N> static constexpr char kind_of(const T (&)[N]) { return kind_of(T()); }
 
 static constexpr ringtile_call blank = {};
@@ -229,15 +237,15 @@ static constexpr Field fields[] = {
     WORK(phase) WORK(first_item) WORK(last_item) WORK(first_col) WORK(last_col) WORK(scratch) WORK(times)
     FORWARD(work) FORWARD(work_begin) FORWARD(item_begin) FORWARD(n_splits)
     BACKWARD(out_grad) BACKWARD(out_grad_stride) BACKWARD(lse_grad) BACKWARD(delta) BACKWARD(q_grad) BACKWARD(k_grad)
-    BACKWARD(v_grad) BACKWARD(row_splits) BACKWARD(col_splits) BACKWARD(row_buffer) BACKWARD(n_row_buffers)
+    BACKWARD(v_grad) BACKWARD(q_sums) BACKWARD(row_splits) BACKWARD(col_splits) BACKWARD(row_buffer) BACKWARD(n_row_buffers)
     BACKWARD(row_buffers) BACKWARD(shared_splits) BACKWARD(n_shared_splits) BACKWARD(added_grad)
     BACKWARD(added_grad_stride)
-    MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
+    MASSES(sums) MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
     MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign) MASSES(relu) MASSES(query_scale) MASSES(key_scale) MASSES(key_sum)
     LISTS(indices) LISTS(indices_stride) LISTS(list_groups) LISTS(list_length) LISTS(limits) LISTS(limits_stride)
     LISTS(list_rows) LISTS(run) LISTS(item_runs) LISTS(first_run) LISTS(last_run) LISTS(first_head) LISTS(union_entries)
     LISTS(union_bits) LISTS(union_length) LISTS(union_room) LISTS(union_cost) LISTS(chunk_keys) LISTS(weights)
-    LISTS(weights_room)
+    LISTS(weights_room) LISTS(key_sums) LISTS(value_sums)
 };
 static constexpr int n_fields = sizeof(fields) / sizeof(fields[0]);
 

@@ -292,7 +292,7 @@ template <class P> void mass_item(const ringtile_call &c, int64_t item, float *m
     const int64_t width = Segments(c).before(c.n_keys);
     const Head head(c, item % heads);
     MassScratch<P> to(c, memory);
-    float *out = (float *)c.out + head.number * c.masses.n_pooled * width;
+    float *out = c.masses.sums + head.number * c.masses.n_pooled * width;
     for (int64_t i = first * width; i < last * width; i++) out[i] = 0;
     int64_t row = first, counted = 0;
     for (int64_t strip = c.masses.pool_begin[first], end = c.masses.pool_begin[last]; strip < end; strip += MAX_BLOCK) {

@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 17
+#define RINGTILE_ABI 18
 
 // FLOAT32_PARTS is float32 whose products may take a number as the sum of two bfloat16 numbers, in sets with tiles. INT8 is
 // for ringtile_masses and ringtile_scores alone.
@@ -54,17 +54,22 @@ enum ringtile_lists_phase {
     RINGTILE_LISTS_KEY_GRADS = 3     // gradients of keys and values, from the weights of the same runs
 };
 
+// The numbers of a call: of its dtype, and of the accumulation type, float, or double for float64. Neither is defined: the
+// names are the element types of pointers, which dispatch.cpp lists and Python compares with its tensors.
+typedef struct ringtile_number ringtile_number;
+typedef struct ringtile_sum ringtile_sum;
+
 // One call. Tensors are [B, H, N, D] with strides in elements for B, H and N and a contiguous last dimension. lse, its
-// gradient and delta are contiguous [B, H, Nq] in the accumulation type: float, or double for float64. dispatch.cpp lists
-// the fields, from which Python builds its structure. Only the numbers of the first line have four bytes.
+// gradient and delta are contiguous [B, H, Nq] in the accumulation type. dispatch.cpp lists the fields, from which Python
+// builds its structure. Only the numbers of the first line have four bytes.
 typedef struct ringtile_call {
     int32_t dtype, isa, threads, block;
     int64_t batch, heads, kv_heads, n_queries, n_keys, head_dim, value_dim;
-    const void *q, *k, *v;
+    const ringtile_number *q, *k, *v;
     int64_t q_stride[3], k_stride[3], v_stride[3];
-    void *out;
+    ringtile_number *out;
     int64_t out_stride[3];
-    void *lse;
+    ringtile_sum *lse;
 
     // The fields of a BlockIndex. A slot is a row or column of tiles in one group. Its list of tiles can be cut into splits.
     struct {
@@ -92,7 +97,7 @@ typedef struct ringtile_call {
         // If not null, numbers [B, H, Nq or 1, added_places] in the accumulation type, with strides for B, H and the
         // queries. Query i and key j add place added_keys[j] - added_queries[i], or the nearest that exists. A head has
         // fewer than 2^31 of them.
-        const void *added;
+        const ringtile_sum *added;
         int64_t added_stride[3], added_places;
         const int32_t *added_queries, *added_keys;
     } options;
@@ -102,7 +107,7 @@ typedef struct ringtile_call {
         int64_t phase, first_item, last_item, first_col, last_col;
         // Room for the splits of rows and, in the backward pass, of columns: there each of shared_splits has 128 numbers
         // per dim, dims rounded up to 16.
-        void *scratch;
+        ringtile_sum *scratch;
         // If not null, the call adds its packing time and total thread time to these two, in nanoseconds.
         int64_t *times;
     } work;
@@ -117,30 +122,30 @@ typedef struct ringtile_call {
     } forward;
 
     struct {
-        const void *out_grad;
+        const ringtile_number *out_grad;
         int64_t out_grad_stride[3];
-        const void *lse_grad;
-        void *delta;
-        // Contiguous, with the dtype of the tensors. RINGTILE_HEADS adds to q_grad: there it has the accumulation type,
-        // starts as zeros, and holds the gradients after the call with the last column. The call with the first column
-        // computes delta.
-        void *q_grad, *k_grad, *v_grad;
+        const ringtile_sum *lse_grad;
+        ringtile_sum *delta;
+        // Contiguous. RINGTILE_HEADS adds to q_sums instead of q_grad: they start as zeros, and hold the gradients after
+        // the call with the last column. The call with the first column computes delta.
+        ringtile_number *q_grad, *k_grad, *v_grad;
+        ringtile_sum *q_sums;
         // The number of splits of each slot, usually 1. In RINGTILE_HEADS a thread sums the first split of a row in place
         // and each later one in a buffer: n_row_buffers per head, row_buffer is the buffer of each slot.
         const int32_t *row_splits, *col_splits, *row_buffer;
         int64_t n_row_buffers;
-        void *row_buffers;
+        ringtile_sum *row_buffers;
         // Splits (item, batch row and head, first, last) of the rows or columns that several threads share, sorted. They
         // come before the other items of their phase.
         const int64_t *shared_splits;
         int64_t n_shared_splits;
         // If not null, columns add the gradients of the added numbers to these, with strides for B, H and the queries. No
         // two keys of a query may share a place, unless RINGTILE_HEADS computes them, where one thread has a head.
-        void *added_grad;
+        ringtile_sum *added_grad;
         int64_t added_grad_stride[3];
     } backward;
 
-    // ringtile_masses: float32 [B, H, n_pooled, ceil(n_keys / segment)] in out, contiguous. Query m sees the keys before
+    // ringtile_masses: [B, H, n_pooled, ceil(n_keys / segment)] in sums, contiguous. Query m sees the keys before
     // seen[m]. Output row r pools the queries from pool_begin[r] to pool_begin[r + 1] - 1, by their maximum if pool_max is
     // not 0, by their mean otherwise. An item is pooled_step output rows of a head. The bias of scores has strides for B
     // and Hkv. If by_sign is not 0, queries have half the head_dim, and relu(q) and relu(-q) meet the halves of a key.
@@ -148,10 +153,11 @@ typedef struct ringtile_call {
     // Numbers of INT8 have a head_dim that is a multiple of 4, contiguous keys, a scale for each query and key, [B, H, Nq]
     // and [B, Hkv, Nk], in base 2 and with that of the products, and the sum of each key's numbers. Output rows pool root
     // mean squares. A key whose scale is not finite is a NaN. The bias is 0 or -inf, and by_sign 0.
-    // ringtile_scores: float32 [n_queries, n_keys] in out, with a stride for the queries, of such numbers of one batch element
-    // and key head: the sum over the heads of products, negative ones 0 if relu is not 0, times both scales. An item is 32
-    // queries with 1,024 keys, those of the first keys first.
+    // ringtile_scores: [n_queries, n_keys] in sums, with a stride for the queries, out_stride[2], of such numbers of one
+    // batch element and key head: the sum over the heads of products, negative ones 0 if relu is not 0, times both scales.
+    // An item is 32 queries with 1,024 keys, those of the first keys first.
     struct {
+        float *sums;
         int64_t segment, n_pooled, pooled_step;
         const int64_t *seen;
         const int32_t *pool_begin;
@@ -168,7 +174,8 @@ typedef struct ringtile_call {
     // are no more than those of its lists. Then `run` times the heads of a key head is 16 at most. Items are unions,
     // list_rows heads of a key head for item_runs runs of the call, 1 if runs are 1 and 8 at most, or chunk_keys keys.
     // `weights` has weights_room numbers per key head from first_head on and run of the call: two for each place in a list,
-    // query and head. The gradients of keys and values are float32, start as zeros, and each call adds its sums.
+    // query and head. The gradients of keys and values are key_sums and value_sums: they start as zeros, and each call
+    // adds to them.
     struct {
         const int32_t *indices;
         int64_t indices_stride, list_groups, list_length;
@@ -179,6 +186,7 @@ typedef struct ringtile_call {
         int64_t *union_length, union_room, union_cost, chunk_keys;
         float *weights;
         int64_t weights_room;
+        float *key_sums, *value_sums;
     } lists;
 } ringtile_call;
 

@@ -300,7 +300,7 @@ inline void rounded_item(const ringtile_call &c, int64_t item, float *memory) {
     const Head head(c, item % heads);
     RoundedScratch to(c, memory);
     const int64_t width = RoundedScratch::segments(c);
-    float *out = (float *)c.out + (head.number * c.masses.n_pooled + first) * width;
+    float *out = c.masses.sums + (head.number * c.masses.n_pooled + first) * width;
     for (int64_t i = 0; i < (last - first) * width; i++) out[i] = 0;
     for (int64_t row = first; row < last; row++) to.counted[row - first] = 0;
     Piece pieces[PIECES];

@@ -86,7 +86,7 @@ inline void score_strip(const ringtile_call &c, int64_t query, int64_t begin, in
             for (int k = 0; k < L; k++) x[k] = sums[k * STRIP_VECTORS + n];
             transpose_square<float>(x);
             for (int l = 0; l < L && n * L + l < count; l++) {
-                float *row = (float *)c.out + (query + n * L + l) * c.out_stride[2] + first;
+                float *row = c.masses.sums + (query + n * L + l) * c.out_stride[2] + first;
                 const Vec<float> scores = x[l] * load(units);
                 if (some == L) store(row, scores);
                 else

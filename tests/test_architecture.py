@@ -77,6 +77,35 @@ def import_complaints(name: str, target: str) -> Iterator[str]:
             yield f"{name} imports {target}: only select may import a backend"
 
 
+INTEGERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
+"""Makers of tensors whose dtype follows no default, but whose device does."""
+MAKERS = {"Tensor", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"}
+MAKERS |= {"logspace", "normal", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"} | INTEGERS
+
+
+def default_complaints(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """New tensors that follow the defaults for dtype and device, which belong to the caller's program."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            yield from (
+                (node.lineno, f"imports {x.name}: say torch.{x.name}")
+                for x in node.names
+                if x.name in MAKERS - {"Tensor"}
+            )
+        if not isinstance(node, ast.Call):
+            continue
+        of, _, name = ast.unparse(node.func).rpartition(".")
+        if of != "torch":
+            continue
+        missing = {"device"} if name in INTEGERS else {"dtype", "device"}
+        missing -= {keyword.arg for keyword in node.keywords}
+        if name in MAKERS and missing:
+            yield node.lineno, f"torch.{name} without {' and '.join(sorted(missing))} follows the default"
+        numbers = [x for x in node.args[1:] if isinstance(x, ast.Constant) and isinstance(x.value, int | float)]
+        if name == "where" and len(numbers) == 2 and any(isinstance(x.value, float) for x in numbers):
+            yield node.lineno, "torch.where of two numbers has the default dtype"
+
+
 def syntax_complaints(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and BANNED_CLASS.search(node.name):
@@ -127,12 +156,17 @@ def complaints(root: Path) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         for line, target in imported_modules(tree, name, path.name == "__init__.py", modules):
             found += [f"{where}:{line}: {text}" for text in import_complaints(name, target)]
-        found += [f"{where}:{line}: {text}" for line, text in syntax_complaints(tree)]
+        found += [f"{where}:{line}: {text}" for line, text in (*syntax_complaints(tree), *default_complaints(tree))]
     return found
 
 
 def test_the_package_keeps_the_house_rules() -> None:
     assert complaints(PACKAGE) == []
+
+
+def test_the_old_names_follow_no_default_either() -> None:
+    paths = (PACKAGE.parents[1] / "compat").rglob("*.py")
+    assert [(path, *found) for path in paths for found in default_complaints(ast.parse(path.read_text("utf-8")))] == []
 
 
 def test_no_files_import_each_other() -> None:
@@ -194,6 +228,13 @@ def test_every_room_is_looked_at() -> None:
         ("cli.py", "try:\n    pass\nexcept Exception:\n    pass", "swallows every exception"),
         ("cli.py", "try:\n    pass\nexcept (OSError, BaseException) as e:\n    pass", "swallows every exception"),
         ("cli.py", "try:\n    pass\nexcept:\n    pass", "swallows every exception"),
+        ("index/build.py", "x = 1\ny = torch.empty(2, device='cpu')", "build.py:2: torch.empty without dtype follows"),
+        ("index/build.py", "torch.tensor([1.0], dtype=torch.int64)", "torch.tensor without device"),
+        ("index/build.py", "torch.zeros(3)", "torch.zeros without device and dtype"),
+        ("index/build.py", "torch.arange(3)", "torch.arange without device"),
+        ("index/build.py", "torch.Tensor(3)", "torch.Tensor without device and dtype"),
+        ("index/build.py", "from torch import Tensor, zeros", "imports zeros"),
+        ("index/build.py", "torch.where(x, 1.0, 0)", "torch.where of two numbers"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, complaint: str) -> None:
@@ -224,6 +265,11 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, co
         ("tools/hf/study.py", "from ringtile.tools import bench\nfrom ringtile import sparse_attention"),
         ("cli.py", "from ringtile.tools import hf\ntry:\n    pass\nexcept ValueError:\n    pass"),
         ("tools/hf/models.py", "model.eval()\nimport torch.nn.functional"),
+        (
+            "index/build.py",
+            "x.new_zeros(3)\ntorch.arange(3, device=x.device)\ntorch.zeros_like(x)\nfrom torch import Tensor",
+        ),
+        ("index/build.py", "torch.empty(3, dtype=x.dtype, device='cpu')\ntorch.where(x, y, 0.5)\ntorch.where(x, 1, 0)"),
         ("tools/hf/study.py", "try:\n    pass\nexcept BaseException:\n    print()\n    raise"),
     ],
 )

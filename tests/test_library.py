@@ -6,16 +6,23 @@ import _ctypes
 import ctypes
 import importlib
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_native import assert_same_bits, bits_of, draw, find_library, make, printed, reason_without
 
+from ringtile import build_index
 from ringtile.kernels import native
+from ringtile.kernels.contracts import Call, Lists, Masses, Rows
+from ringtile.kernels.native import chosen, lists, masses, ranks, steps
 from ringtile.kernels.native.library import library, reason_against
+from ringtile.patterns import Causal
 from ringtile.tools.doctor import diagnosis
 
 module = importlib.import_module("ringtile.kernels.native.library")
@@ -23,6 +30,84 @@ module = importlib.import_module("ringtile.kernels.native.library")
 pytestmark = pytest.mark.skipif(
     bool(reason_against()), reason=f"the native kernel cannot be used here: {reason_against()}"
 )
+
+
+# The element types of what the library reads and writes.
+
+
+HEADER = Path(__file__).parents[1] / "native/ringtile.h"
+CALLS = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float32, torch.int8
+"""The numbers of ``ringtile_dtype``."""
+NUMBERS = {"int32_t": torch.int32, "int64_t": torch.int64, "float": torch.float32, "double": torch.float64}
+NUMBERS |= {"uint16_t": torch.int16}
+
+
+def declared() -> dict[str, str]:
+    """The element type of each pointer of ``ringtile_call``, as its header says."""
+    text = re.sub(r"//.*", "", HEADER.read_text(encoding="utf-8")).split("typedef struct ringtile_call {")[1]
+    lines = re.findall(r"(?:const )?(\w+) ([^;{}]*\*[^;]*);", text)
+    return {name: of for of, names in lines for name in re.findall(r"\*(\w+)", names)}
+
+
+def test_each_field_has_the_element_type_of_its_pointer() -> None:
+    fields = declared()
+    assert len(fields) > 50
+    assert fields.keys() == library().structure.elements.keys()
+    for number, dtype in enumerate(CALLS):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        elements = NUMBERS | {"ringtile_number": dtype, "ringtile_sum": wide}
+        tensors = {x: torch.zeros(2, dtype=x) for x in {*CALLS, *NUMBERS.values(), torch.bool}}
+        c = library().structure()
+        c.dtype = number
+        for name, of in fields.items():
+            wanted, right = elements[of], tensors[elements[of]]
+            c.point(**{name: right})
+            for wrong in (*tensors.values(), right.to("meta")):
+                if wrong is not right:
+                    said = f"^{name}: expected {wanted} on the CPU, got {wrong.dtype} on {wrong.device}"
+                    with pytest.raises(ValueError, match=said):
+                        c.point(**{name: wrong})
+            # It points at no tensor that it refuses.
+            assert getattr(c, name) == right.data_ptr()
+
+
+Q = torch.ones(1, 2, 20, 8)
+INDEX = build_index(Causal(), 20, block=16)
+WIDE = replace(INDEX, group=INDEX.group.long())
+LISTS = Lists(torch.zeros(1, 1, 20, 1, dtype=torch.int32), 1, torch.ones(1, 20, 2, dtype=torch.int32))
+ROWS = Rows(Q, None, Q, Q, Q, Q, Q[..., 0])
+KEEP = torch.ones(1, 2, INDEX.n_rows, INDEX.n_cols, dtype=torch.bool)
+MASSES = Masses(Q, Q, torch.arange(20), torch.tensor([0, 20], dtype=torch.int32), None, 4, "mean", False, 1.0)
+CALL = Call(0, 128, 1.0, pattern="causal")
+BYTES = Q[0].to(torch.int8).transpose(0, 1), Q[0, :, :, 0].T, Q[0, 0].to(torch.int8), Q[0, 0, :, 0]
+SUMS = torch.zeros(20, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("q, k, v", lambda: native.forward(Q, Q.double(), Q, CALL, native.prepare(Q, Q, Q, INDEX))),
+        ("q, k, v", lambda: native.forward(Q, Q, Q.bfloat16(), CALL)),
+        ("out", lambda: native.backward(ROWS._replace(out=Q.double()), CALL)),
+        ("lse", lambda: native.backward(ROWS._replace(lse=Q[..., 0].double()), CALL)),
+        ("group", lambda: native.prepare(Q, Q, Q, WIDE)),
+        ("indices", lambda: chosen.forward(Q, Q, Q, LISTS._replace(indices=LISTS.indices.long()), 1.0)),
+        ("out_grad", lambda: chosen.backward(ROWS._replace(out_grad=Q.half()), LISTS, 1.0)),
+        ("seen", lambda: masses.native_masses(MASSES._replace(seen=MASSES.seen.int()))),
+        ("pool_begin", lambda: masses.native_masses(MASSES._replace(groups=MASSES.groups.long()))),
+        ("bias", lambda: masses.native_masses(MASSES._replace(bias=Q[:, :1, :, 0].double()))),
+        ("scores", lambda: ranks.best(Q[0, 0].double(), 2)),
+        ("q", lambda: ranks.rounded_scores(BYTES[0].short(), *BYTES[1:], SUMS, False)),
+        ("query_scale", lambda: ranks.rounded_scores(BYTES[0], BYTES[1].double(), *BYTES[2:], SUMS, False)),
+        ("key_sum", lambda: ranks.rounded_scores(*BYTES, SUMS.long(), False)),
+        ("keep", lambda: lists.kept_lists(INDEX, KEEP[:, :1].byte(), None, None)),
+        ("lists", lambda: lists.kept_lists(WIDE, KEEP, KEEP.shape[:2], None)),
+        ("k", lambda: steps.step(Q[:, :, -1:], Q[..., ::1].to("meta"), Q, KEEP[:, :, :1], 16, None, None)),
+    ],
+)
+def test_a_wrong_dtype_is_refused_before_the_library_reads_it(name: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        call()
 
 
 # Files that are not ours.

@@ -198,6 +198,7 @@ typedef struct {
     int32_t *group, *row_splits, *col_splits;
     int64_t *shared_splits[2], n_shared_splits[2], grad_counts[3], times[2], added_count;
     int grad_types[3];
+    void *grads[3];
     char *kept;  // of each pair [B, H, Nq, Nk]
     tensor q, k, v, out, out_grad;
     double scale, *slopes;  // of the scores before softcap and ALiBi, and null without slopes
@@ -426,30 +427,31 @@ static void draw_inputs(problem *p) {
             }
 }
 
-static void place(const void **field, int64_t *stride, const tensor *x) {
-    *field = x->memory;
+static void place(void *field, int64_t *stride, const tensor *x) {
+    memcpy(field, &x->memory, sizeof(x->memory));
     memcpy(stride, x->stride, sizeof(x->stride));
 }
 
 static void make_gradients(problem *p, int by_columns) {
     ringtile_call *c = &p->c;
     const int64_t n_queries = c->batch * c->heads * c->n_queries, n_keys = c->batch * c->kv_heads * c->n_keys;
-    void **grads[] = {&c->backward.q_grad, &c->backward.k_grad, &c->backward.v_grad};
     const int64_t counts[] = {n_queries * c->head_dim, n_keys * c->head_dim, n_keys * c->value_dim};
     p->by_columns = by_columns;
     for (int i = 0; i < 3; i++) {
         int grows = i == 0 && by_columns;
         p->grad_counts[i] = counts[i], p->grad_types[i] = grows ? p->wide : c->dtype;
-        *grads[i] = allocate(counts[i], sizes[p->grad_types[i]]);
-        for (int64_t j = 0; j < counts[i]; j++) put(*grads[i], j, p->grad_types[i], grows ? 0 : NAN);
+        p->grads[i] = allocate(counts[i], sizes[p->grad_types[i]]);
+        for (int64_t j = 0; j < counts[i]; j++) put(p->grads[i], j, p->grad_types[i], grows ? 0 : NAN);
     }
+    c->backward.q_grad = by_columns ? NULL : p->grads[0], c->backward.q_sums = by_columns ? p->grads[0] : NULL;
+    c->backward.k_grad = p->grads[1], c->backward.v_grad = p->grads[2];
 }
 
 static void make_call(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t n_lse = c->batch * c->heads * c->n_queries;
     place(&c->q, c->q_stride, &p->q), place(&c->k, c->k_stride, &p->k), place(&c->v, c->v_stride, &p->v);
-    place((const void **)&c->out, c->out_stride, &p->out), place(&c->backward.out_grad, c->backward.out_grad_stride, &p->out_grad);
+    place(&c->out, c->out_stride, &p->out), place(&c->backward.out_grad, c->backward.out_grad_stride, &p->out_grad);
     c->lse = allocate(n_lse, sizes[p->wide]), c->backward.delta = allocate(2 * n_lse, sizes[p->wide]);
     if (p->number % 3 == 0) {
         void *lse_grad = allocate(n_lse, sizes[p->wide]);
@@ -605,13 +607,12 @@ static int check(const problem *p) {
     const ringtile_call *c = &p->c;
     const int64_t n_lse = c->batch * c->heads * c->n_queries;
     const int64_t *n = p->grad_counts, counts[RESULTS] = {n_lse * c->value_dim, n_lse, n[0], n[1], n[2], p->added_count};
-    const void *grads[] = {c->backward.q_grad, c->backward.k_grad, c->backward.v_grad};
     double *wanted[RESULTS], *found[RESULTS], *weight = allocate(c->n_keys, 8), *share = allocate(c->n_keys, 8);
     double *factor = allocate(c->n_keys, 8);
     for (int i = 0; i < RESULTS; i++) {
         wanted[i] = memset(allocate(counts[i], 8), 0, counts[i] * 8), found[i] = allocate(counts[i], 8);
         for (int64_t j = 0; i >= Q_GRAD && i < ADDED_GRAD && j < counts[i]; j++)
-            found[i][j] = get(grads[i - Q_GRAD], j, p->grad_types[i - Q_GRAD]);
+            found[i][j] = get(p->grads[i - Q_GRAD], j, p->grad_types[i - Q_GRAD]);
         for (int64_t j = 0; i == ADDED_GRAD && j < counts[i]; j++) found[i][j] = get(c->backward.added_grad, j, p->wide);
     }
     for (int64_t at = 0; at < n_lse; at++) {
@@ -665,14 +666,14 @@ static int check_masses(int isa, int number) {
             for (int64_t j = 0; j < c.n_keys; j++)
                 if (j >= most || (has_bias && isinf(bias[b * c.n_keys + j]))) fill(&k, b, g, j, NAN);
     c.masses.bias = has_bias ? bias : NULL, c.masses.bias_stride[0] = c.n_keys, c.masses.seen = seen, c.masses.pool_begin = begin;
-    c.index.group = memset(allocate(1, 4), 0, 4), c.out = allocate(count, 4);
+    c.index.group = memset(allocate(1, 4), 0, 4), c.masses.sums = allocate(count, 4);
     const int64_t items = c.batch * c.heads * ((c.masses.n_pooled + c.masses.pooled_step - 1) / c.masses.pooled_step);
     c.work.last_item = items / 2;
     int failed = ringtile_masses(&c);
     c.work.first_item = items / 2, c.work.last_item = items;
     failed |= ringtile_masses(&c);
     double *wanted = memset(allocate(count, 8), 0, count * 8), *found = allocate(count, 8), *weight = allocate(c.n_keys, 8);
-    for (int64_t at = 0; at < count; at++) found[at] = ((float *)c.out)[at];
+    for (int64_t at = 0; at < count; at++) found[at] = c.masses.sums[at];
     for (int64_t row = 0; row < c.batch * c.heads * c.masses.n_pooled; row++) {
         const int64_t r = row % c.masses.n_pooled, h = row / c.masses.n_pooled % c.heads, b = row / c.masses.n_pooled / c.heads;
         double counted = 0, *masses = wanted + row * n_segments;
@@ -739,18 +740,18 @@ static int check_rounded(int isa, int number) {
     for (int64_t i = 0; i < c.batch * c.n_keys; i++) bias[i] = draw(3) ? 0 : -INFINITY;
     for (int64_t m = 0; m < c.n_queries; m++) seen[m] = number % 2 ? m * c.n_keys / c.n_queries : (int64_t)draw((uint32_t)c.n_keys + 4) - 2;
     for (int64_t r = 0; r <= c.masses.n_pooled; r++) begin[r] = (int32_t)(r * c.n_queries / c.masses.n_pooled);
-    c.q = q, c.k = k, c.v = k;
+    c.q = (const ringtile_number *)q, c.k = c.v = (const ringtile_number *)k;
     c.q_stride[2] = c.k_stride[2] = c.head_dim, c.q_stride[1] = c.n_queries * c.head_dim, c.k_stride[1] = c.n_keys * c.head_dim;
     c.q_stride[0] = c.heads * c.q_stride[1], c.k_stride[0] = c.kv_heads * c.k_stride[1];
     const int has_bias = (int)draw(2);
     c.masses.bias = has_bias ? bias : NULL, c.masses.bias_stride[0] = c.n_keys, c.masses.seen = seen, c.masses.pool_begin = begin;
     c.masses.query_scale = query_scale, c.masses.key_scale = key_scale, c.masses.key_sum = sum;
-    c.index.group = memset(allocate(1, 4), 0, 4), c.out = allocate(count, 4);
+    c.index.group = memset(allocate(1, 4), 0, 4), c.masses.sums = allocate(count, 4);
     c.work.last_item = c.batch * c.heads * ((c.masses.n_pooled + c.masses.pooled_step - 1) / c.masses.pooled_step);
     int failed = ringtile_masses(&c);
     double *wanted = memset(allocate(count, 8), 0, count * 8), *found = allocate(count, 8), *weight = allocate(n_segments, 8);
     double *score = allocate(c.n_keys, 8);
-    for (int64_t at = 0; at < count; at++) found[at] = ((float *)c.out)[at];
+    for (int64_t at = 0; at < count; at++) found[at] = c.masses.sums[at];
     for (int64_t row = 0; row < c.batch * c.heads * c.masses.n_pooled; row++) {
         const int64_t r = row % c.masses.n_pooled, h = row / c.masses.n_pooled % c.heads, b = row / c.masses.n_pooled / c.heads;
         double counted = 0, *masses = wanted + row * n_segments;
@@ -799,7 +800,8 @@ static int check_scores(int isa, int number) {
         for (int64_t d = 0; d < c.head_dim; d++) sum[i] += k[i * c.head_dim + d] = (int8_t)((int)draw(255) - 127);
     }
     for (int64_t i = 0; i < (c.n_queries - 1) * c.out_stride[2] + c.n_keys; i++) out[i] = 7;
-    c.q = q, c.k = k, c.out = out, c.q_stride[2] = c.k_stride[2] = c.head_dim, c.q_stride[1] = c.n_queries * c.head_dim;
+    c.q = (const ringtile_number *)q, c.k = (const ringtile_number *)k, c.masses.sums = out;
+    c.q_stride[2] = c.k_stride[2] = c.head_dim, c.q_stride[1] = c.n_queries * c.head_dim;
     c.masses.query_scale = query_scale, c.masses.key_scale = key_scale, c.masses.key_sum = sum;
     c.work.last_item = ((c.n_queries + 31) / 32) * ((c.n_keys + 1023) / 1024);
     int failed = ringtile_scores(&c);
@@ -874,14 +876,14 @@ static int check_lists(int isa, int number) {
         fill(&v, at / c.n_keys / c.kv_heads, at / c.n_keys % c.kv_heads, at % c.n_keys, INFINITY);
     }
     place(&c.q, c.q_stride, &q), place(&c.k, c.k_stride, &k), place(&c.v, c.v_stride, &v);
-    place((const void **)&c.out, c.out_stride, &out), place(&c.backward.out_grad, c.backward.out_grad_stride, &out_grad);
+    place(&c.out, c.out_stride, &out), place(&c.backward.out_grad, c.backward.out_grad_stride, &out_grad);
     const int64_t n_keys = c.batch * c.kv_heads * c.n_keys;
     const int64_t counts[RESULTS] = {n_rows * c.value_dim, n_rows, n_rows * c.head_dim, n_keys * c.head_dim, n_keys * c.value_dim};
     float *lse = allocate(n_rows, 4), *lse_grad = allocate(n_rows, 4), *k_grad = allocate(counts[K_GRAD], 4), *v_grad = allocate(counts[V_GRAD], 4);
     for (int64_t row = 0; row < n_rows; row++) lse_grad[row] = (float)normal();
     memset(k_grad, 0, counts[K_GRAD] * 4), memset(v_grad, 0, counts[V_GRAD] * 4);
-    c.lse = lse, c.backward.lse_grad = draw(2) ? lse_grad : NULL;
-    c.backward.q_grad = allocate(counts[Q_GRAD], sizes[c.dtype]), c.backward.k_grad = k_grad, c.backward.v_grad = v_grad;
+    c.lse = (ringtile_sum *)lse, c.backward.lse_grad = draw(2) ? (const ringtile_sum *)lse_grad : NULL;
+    c.backward.q_grad = allocate(counts[Q_GRAD], sizes[c.dtype]), c.lists.key_sums = k_grad, c.lists.value_sums = v_grad;
     const int64_t parts = (ratio + c.lists.list_rows - 1) / c.lists.list_rows, runs = (c.n_queries + c.lists.run - 1) / c.lists.run;
     const int64_t window = 1 + draw((uint32_t)runs), lists_of_runs = c.batch * c.lists.list_groups * runs;
     c.lists.union_room = 1 + draw((uint32_t)blocks_of_keys);
@@ -1099,10 +1101,9 @@ static void sum_bits(int isa, int dtype, uint64_t *hash) {
         for (int by_columns = 0; by_columns < 2; by_columns++) {
             make_gradients(&p, by_columns);
             compute_backward(&p);
-            const void *grads[] = {c->backward.q_grad, c->backward.k_grad, c->backward.v_grad};
             for (int i = 0; i < 3; i++)
                 for (int64_t at = 0; at < p.grad_counts[i]; at++)
-                    add_bits(hash + ROW_BITS + by_columns, dtype, get(grads[i], at, p.grad_types[i]));
+                    add_bits(hash + ROW_BITS + by_columns, dtype, get(p.grads[i], at, p.grad_types[i]));
         }
         while (n_allocations) free(allocations[--n_allocations]);
     }

@@ -19,7 +19,7 @@ _RUN = 128
 def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return numbers that put forced columns before the others that are allowed, and these before the rest."""
     # Scores are at most 1, so a forced tile, which gets 2 more, comes before all others.
-    return (scores.nan_to_num(0) + 2.0 * forced).masked_fill(~allowed, -1)
+    return scores.nan_to_num(0).add(forced, alpha=2).masked_fill(~allowed, -1)
 
 
 def _ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> tuple[Tensor, Tensor]:

@@ -199,9 +199,7 @@ class Work:
         at = (
             (key_at[key].unsqueeze(1) - query_at[query].unsqueeze(2)).clamp_(0, values.shape[3] - 1).long().unsqueeze(1)
         )
-        batch, heads = (
-            torch.tensor(numbers, dtype=torch.int64, device=self.device) for numbers in (self.batch, self.heads)
-        )
+        batch, heads = (torch.tensor(x, dtype=torch.int64, device=self.device) for x in (self.batch, self.heads))
         batch, heads = batch.repeat_interleave(len(self.heads)), heads.repeat(len(self.batch))
         exists = (query == row)[:, None, :, None]
         query = query[:, None, :, None] if values.shape[2] > 1 else query.new_zeros(())
@@ -232,9 +230,7 @@ class Work:
         """Return dropout's factors of the weights ``[n, H, m, K * block]``. ``tiles`` are first key positions."""
         call = self.call
         assert call.seed is not None
-        batch, heads = (
-            torch.tensor(numbers, dtype=torch.int64, device=self.device) for numbers in (self.batch, self.heads)
-        )
+        batch, heads = (torch.tensor(x, dtype=torch.int64, device=self.device) for x in (self.batch, self.heads))
         batch = (batch if call.batch_at is None else call.batch_at[batch]).repeat_interleave(len(self.heads))
         heads = (heads if call.head_at is None else call.head_at[heads]).repeat(len(self.batch))
         keep = dropout_tile(

@@ -97,6 +97,7 @@ class _Template(NamedTuple):
     item_begin: Tensor
     n_items: int
     operations: float
+    dtype: torch.dtype
     accumulator: torch.dtype
     in_place: bool
     """True if the kernel reads the tensors where they are."""
@@ -146,8 +147,7 @@ def _lists_of(index: BlockIndex) -> _Lists:
         "row_buffer": torch.where(is_split, is_split.cumsum(1) - 1, 0).int(),
         **{name: at.contiguous() for name, at in (("row_at", index.rows.at), ("col_at", index.cols.at)) if len(at)},
     }
-    for name, tensor in tensors.items():
-        setattr(structure, name, tensor.data_ptr())
+    structure.borrow(tensors)
     # A stride of 0 reads one group for all batch elements or heads.
     structure.group_stride[0] = index.group.shape[1] if index.group.shape[0] > 1 else 0
     structure.group_stride[1] = 1 if index.group.shape[1] > 1 else 0
@@ -232,7 +232,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Prepared | No
 
 def _current(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None) -> Prepared:
     """Return what is prepared for a call with queries. Raise ValueError if its tensors do not match."""
-    if prepared is not None and prepared.is_current():
+    if prepared is not None and prepared.is_current() and q.dtype is k.dtype is v.dtype is prepared.template.dtype:
         if call.pattern and prepared.template.operations >= _SMALL:
             # Otherwise an index in use would become the least recently used one of its cache.
             index_of(call, q, k)
@@ -265,10 +265,13 @@ def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _L
     c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
     c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
     c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
-    c.out_stride, c.item_begin = out_stride[:3], items.data_ptr()
+    c.out_stride = out_stride[:3]
+    c.borrow({"item_begin": items})
     operations = 2.0 * area * (head_dim + value_dim)
     sizes = index.n_rows, index.n_cols
-    return _Template(c, items, int(items[-1]), operations, accumulator(q), in_place, rereads, out_stride, *sizes)
+    return _Template(
+        c, items, int(items[-1]), operations, q.dtype, accumulator(q), in_place, rereads, out_stride, *sizes
+    )
 
 
 class _Job:
@@ -392,17 +395,20 @@ def backward(
     # All queries of a head add to the gradient of its table, in an order that one thread keeps.
     by_columns = backward_products(kv_heads, c.threads) == 5 or (added is not None and added.values.shape[2] == 1)
     # Columns add to the gradients of queries, tile by tile. Everything else is written once.
-    q_grad = lse.new_zeros(q.shape) if by_columns else q.new_empty(q.shape)
     k_grad, v_grad = k.new_empty(k.shape), v.new_empty(v.shape)
     c.place(out=with_contiguous_rows(out), q=_readable(q, rereads), out_grad=_readable(out_grad, rereads))
-    c.point(lse=lse.contiguous(), delta=lse.new_empty(2 * lse.numel()), q_grad=q_grad, k_grad=k_grad, v_grad=v_grad)
+    c.point(lse=lse.contiguous(), delta=lse.new_empty(2 * lse.numel()), k_grad=k_grad, v_grad=v_grad)
     if lse_grad is not None:
         c.point(lse_grad=lse_grad.to(lse.dtype).contiguous())
     if by_columns:
+        q_grad = lse.new_zeros(q.shape)
+        c.point(q_sums=q_grad)
         if c.n_row_buffers:
             c.point(row_buffers=lse.new_empty(heads * c.n_row_buffers * q.shape[3] * _ROW_BLOCK))
         job.run_columns(kv_heads, 2.5 * job.template.operations)
     else:
+        q_grad = q.new_empty(q.shape)
+        c.point(q_grad=q_grad)
         job.run(False, BackwardPhase.DELTA, heads, 0)
         job.run_lists(BackwardPhase.ROWS, heads, job.template.n_rows, 1.5 * job.template.operations)
         job.run_lists(BackwardPhase.COLUMNS, kv_heads, job.template.n_cols, 2 * job.template.operations)

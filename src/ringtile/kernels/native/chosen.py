@@ -141,7 +141,7 @@ def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Te
     if not lse.numel() or not job.places:
         return q_grad.zero_(), k_grad.to(k.dtype), v_grad.to(v.dtype)
     c.place(out=with_contiguous_rows(out), out_grad=with_contiguous_rows(out_grad))
-    c.point(lse=lse.contiguous(), q_grad=q_grad, k_grad=k_grad, v_grad=v_grad)
+    c.point(lse=lse.contiguous(), q_grad=q_grad, key_sums=k_grad, value_sums=v_grad)
     if lse_grad is not None:
         c.point(lse_grad=lse_grad.float().contiguous())
     chunks = min(c.n_keys, max(-(-job.places // _KEYS_OF_A_QUERY), c.n_keys * (c.head_dim + c.value_dim) // _SUMS))

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Collection, Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ringtile.kernels.native.checks import DTYPES
 from ringtile.kernels.native.instruction_sets import (
     EMULATED_SETS,
     RATES,
@@ -27,13 +28,21 @@ VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
 ``none``. Builds for tests have ``amx_emulated`` too."""
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 """``RINGTILE_ABI`` of native/ringtile.h."""
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-_KINDS: dict[int, Any] = {ord("i"): ctypes.c_int32, ord("l"): _LONG, ord("d"): ctypes.c_double, ord("p"): _POINTER}
+_KINDS: dict[str, Any] = {"i": ctypes.c_int32, "l": _LONG, "d": ctypes.c_double}
+_ELEMENTS = {"I": torch.int32, "L": torch.int64, "D": torch.float64, "H": torch.int16, "F": torch.float32}
+_CALLS = [
+    _ELEMENTS | {"N": dtype, "S": torch.promote_types(dtype, torch.float32)}
+    for dtype in (*DTYPES, torch.float32, torch.int8)
+]
+"""The dtype of each kind of pointer, for each ``ringtile_dtype`` of native/ringtile.h."""
+INT8 = 5
+"""``RINGTILE_INT8``."""
 
 
 class ForwardPhase(IntEnum):
@@ -63,11 +72,20 @@ class ListsPhase(IntEnum):
     KEY_GRADS = 3
 
 
+def address(name: str, x: Tensor, dtype: torch.dtype) -> int:
+    """Return where the numbers of a tensor are. Raise ValueError if the library would read others there."""
+    if x.dtype is not dtype or not x.is_cpu:
+        raise ValueError(f"{name}: expected {dtype} on the CPU, got {x.dtype} on {x.device}")
+    return x.data_ptr()
+
+
 class CallStructure(ctypes.Structure):
     """``ringtile_call`` of native/ringtile.h, without nesting. The library lists the fields: see `_structure`."""
 
     # Without a dictionary of their own, calls raise AttributeError if a field's name is wrong.
     __slots__ = ("tensors",)
+    elements: ClassVar[dict[str, tuple[torch.dtype, ...]]]
+    """The dtypes of each pointer, see `_CALLS`."""
     tensors: list[Tensor]
     """They live as long as the call."""
 
@@ -83,9 +101,14 @@ class CallStructure(ctypes.Structure):
 
     def point(self, **fields: Tensor) -> None:
         """Point fields at tensors, and keep these."""
+        self.borrow(fields)
         self.tensors += fields.values()
+
+    def borrow(self, fields: dict[str, Tensor]) -> None:
+        """Point fields at tensors that live elsewhere. Raise ValueError if a dtype is not that of its field."""
+        elements, code = self.elements, self.dtype
         for name, x in fields.items():
-            setattr(self, name, x.data_ptr())
+            setattr(self, name, address(name, x, elements[name][code]))
 
     def place(self, **fields: Tensor) -> None:
         """Point fields at tensors ``[B, H, N, D]``, with their strides, and keep these."""
@@ -191,12 +214,15 @@ def _open(path: Path) -> ctypes.CDLL:
 def _structure(handle: ctypes.CDLL) -> type[CallStructure]:
     """Return the class of a call, with the fields that the library lists, in their order and without gaps."""
     fields: list[tuple[str, Any]] = []
+    elements = {}
     size, kind = _LONG(), _LONG()
     while name := handle.ringtile_call_field(len(fields), ctypes.byref(size), ctypes.byref(kind)):
-        number = _KINDS[kind.value]
+        number = _KINDS.get(chr(kind.value), _POINTER)
+        if number is _POINTER:
+            elements[name.decode()] = tuple(dtypes[chr(kind.value)] for dtypes in _CALLS)
         count = size.value // ctypes.sizeof(number)
         fields.append((name.decode(), number if count == 1 else number * count))
-    return type("Call", (CallStructure,), {"__slots__": (), "_fields_": fields})
+    return type("Call", (CallStructure,), {"__slots__": (), "_fields_": fields, "elements": elements})
 
 
 _GNU = ("GOMP_parallel",)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ringtile.index.restrict import KeptLists, too_many
 from ringtile.index.tile_index import TileIndex
 from ringtile.kernels.contracts import check_memory
-from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.library import address, library, reason_against
 
 
 def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None) -> KeptLists | None:
@@ -33,8 +33,8 @@ def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacit
         for begins, *tables in ((side.full_ptr, side.full), (side.partial_ptr, side.partial, side.tile)):
             pointer = base.new_empty(len(base) * slots + 1)
             begins, *tables = [x.contiguous() for x in (begins, *tables)]
-            places = [*map(Tensor.data_ptr, (base, begins, *tables)), None][:4]
-            strided = (keep.data_ptr(), (ctypes.c_int64 * 4)(batch, head, *strides))
+            places = [*(address("lists", x, torch.int32) for x in (base, begins, *tables)), None][:4]
+            strided = (address("keep", keep, torch.bool), (ctypes.c_int64 * 4)(batch, head, *strides))
             copy = partial(library().handle.ringtile_kept, len(base), heads, slots, *places, *strided)
             # A list has at most the base's tiles once per group.
             most = len(base) * len(tables[0])
@@ -51,6 +51,7 @@ def ascending(entries: Tensor, count: int) -> Tensor:
     """Return the numbers in [0, count) of each row, on a CPU, as int32, ascending and each once, then -1."""
     entries, bits = entries.int().contiguous(), entries.new_zeros(count // 64 + 1, dtype=torch.int64)
     found, length = torch.empty_like(entries), entries.shape[-1]
-    places = map(Tensor.data_ptr, (entries, bits, found))
-    library().handle.ringtile_ascending(entries.numel() // max(length, 1), length, count, *places)
+    x, y = (address("entries", each, torch.int32) for each in (entries, found))
+    marks = address("bits", bits, torch.int64)
+    library().handle.ringtile_ascending(entries.numel() // max(length, 1), length, count, x, marks, y)
     return found

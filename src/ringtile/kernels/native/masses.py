@@ -8,13 +8,11 @@ from torch import Tensor
 from ringtile.kernels.contracts import Masses, in_bytes, with_contiguous_rows
 from ringtile.kernels.native import ranges, threads_of
 from ringtile.kernels.native.checks import DTYPES
-from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.library import INT8, library, reason_against
 
 _STRIP = 128
 """Rows that a thread computes together."""
 _ITEMS_A_THREAD = 8
-_INT8 = 5
-"""``RINGTILE_INT8`` of native/ringtile.h."""
 
 
 def native_masses(masses: Masses) -> Tensor | None:
@@ -32,7 +30,7 @@ def native_masses(masses: Masses) -> Tensor | None:
         sums = key.sum(3, dtype=torch.int32)
         c.point(query_scale=of_query.contiguous(), key_scale=of_key.contiguous(), key_sum=sums.contiguous())
         # The set for bfloat16 has products of bytes, too.
-        dtype, number = torch.bfloat16, _INT8
+        dtype, number = torch.bfloat16, INT8
     query, key = with_contiguous_rows(query), with_contiguous_rows(key)
     (batch, heads, rows, _), pooled = query.shape, len(groups) - 1
     segment = min(segment, max(key.shape[2], 1))
@@ -43,7 +41,7 @@ def native_masses(masses: Masses) -> Tensor | None:
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = batch, heads, rows, *key.shape[1:]
     c.place(q=query, k=key, v=key)
     c.point(
-        out=out, group=groups.new_zeros(1, dtype=torch.int32), seen=seen.contiguous(), pool_begin=groups.contiguous()
+        sums=out, group=groups.new_zeros(1, dtype=torch.int32), seen=seen.contiguous(), pool_begin=groups.contiguous()
     )
     if bias is not None:
         bias = bias.contiguous()

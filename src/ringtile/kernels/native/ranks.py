@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ringtile.kernels.contracts import with_contiguous_rows
 from ringtile.kernels.native import ranges, threads_of
-from ringtile.kernels.native.library import library
+from ringtile.kernels.native.library import INT8, address, library
 
 _QUERIES, _KEYS = 32, 1024
 """Queries and keys of an item of native/scores.h."""
@@ -18,9 +18,10 @@ def best(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
     scores, (rows, entries) = with_contiguous_rows(scores), scores.shape
     values = scores.new_empty(rows, n)
     numbers = scores.new_empty(rows, n, dtype=torch.int32)
-    threads, places = threads_of(_OPERATIONS_A_SCORE * scores.numel()), map(Tensor.data_ptr, (scores, values, numbers))
-    isa = library().choice.by_dtype[torch.float32].number
-    if library().handle.ringtile_best(isa, min(threads, rows), rows, entries, scores.stride(0), n, *places):
+    floats = [address("scores", x, torch.float32) for x in (scores, values)]
+    threads, isa = threads_of(_OPERATIONS_A_SCORE * scores.numel()), library().choice.by_dtype[torch.float32].number
+    sizes = min(threads, rows), rows, entries, scores.stride(0), n
+    if library().handle.ringtile_best(isa, *sizes, *floats, address("numbers", numbers, torch.int32)):
         raise MemoryError("the native kernel could not allocate memory for its threads")
     return values, numbers
 
@@ -37,8 +38,9 @@ def rounded_scores(query: Tensor, of_query: Tensor, key: Tensor, of_key: Tensor,
     # The set for bfloat16 has products of bytes, too.
     c.isa, c.threads = library().choice.by_dtype[torch.bfloat16].number, threads_of(operations)
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = 1, heads, rows, 1, n_keys, head_dim
-    c.place(q=query.transpose(0, 1)[None], k=key[None, None], out=out[None, None])
-    c.point(query_scale=of_query.T.contiguous(), key_scale=of_key, key_sum=sums)
+    c.dtype, c.out_stride[2] = INT8, n_keys
+    c.place(q=query.transpose(0, 1)[None], k=key[None, None])
+    c.point(sums=out, query_scale=of_query.T.contiguous(), key_scale=of_key, key_sum=sums)
     c.relu = relu
     for first, last in ranges(-(-rows // _QUERIES) * -(-n_keys // _KEYS), operations, c.threads):
         c.first_item, c.last_item = first, last

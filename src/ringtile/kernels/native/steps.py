@@ -43,6 +43,8 @@ def step(
     work[:, 0], work[:, 2], work[:, 3], work[:, 4] = number[:-1], counts, -1, 1
     c.n_rows, c.n_cols, c.n_groups = 1, cols, groups
     c.group_stride[0], c.group_stride[1] = c.heads, 1
+    arithmetic = arithmetic_of(query.dtype)
+    c.dtype, c.isa, c.scale = arithmetic.code, arithmetic.isa.number, head_dim**-0.5 if scale is None else scale
     c.point(group=number.int(), full_row_ptr=begins, full_col=columns)
     c.point(part_row_ptr=none, part_col=none, part_tile=none)
     c.point(work=work, work_begin=number, item_begin=number)
@@ -52,8 +54,6 @@ def step(
     if key_mask is not None:
         c.point(key_bits=pack_keys(key_mask).contiguous())
         c.key_words = -(-n_keys // 32)
-    arithmetic = arithmetic_of(query.dtype)
-    c.dtype, c.isa, c.scale = arithmetic.code, arithmetic.isa.number, head_dim**-0.5 if scale is None else scale
     c.threads = threads_of(2.0 * len(columns) * block * (head_dim + value_dim))
     c.phase, c.first_item, c.last_item = ForwardPhase.ATTEND, 0, groups
     library().run(library().handle.ringtile_forward, c)

@@ -167,7 +167,8 @@ class _Rows(NamedTuple):
 
     def spent(self, forward: Tensor, backward: Tensor, moved: Tensor, token: int, hardware: Hardware) -> _Spent:
         """Add copies and calls to both passes, and to the backward pass the rows that come first."""
-        around = shared_time(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
+        around = 2 * token * moved.double() / hardware.memory + self.calls.double() * hardware.call
+        around = shared_time(around, hardware)
         times = {"forward": around + forward, "backward": around + self.backward[2] + backward}
         return {**times, "buffer": moved * token, "copied": self.n_copied * token}
 
@@ -255,7 +256,7 @@ def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     calls = torch.zeros_like(rank).index_add_(0, of_run, torch.zeros_like(of_run) + met)
     keys, gradients = alpha + longest * token / beta, alpha + longest * wide / beta
     step, step_backward = (
-        shared_time(work.pairs * each / hardware.flops + calls * hardware.call, hardware) / n_ranks
+        shared_time(work.pairs.double() * each / hardware.flops + calls.double() * hardware.call, hardware) / n_ranks
         for each in flops_per_pair(work.sizes)
     )
     copies = 2 * longest * token / hardware.memory
@@ -290,7 +291,7 @@ def _exchange_heads(
     wires, back = (x.sum(2) + x.sum(1) for x in (inputs, outputs))
     arriving = tokens.sum(1, keepdim=True) * into
     copied = wires + arriving + back + tokens * home.sum()
-    around = shared_time(2 * copied.flatten() / hardware.memory + hardware.call, hardware)
+    around = shared_time(2 * copied.flatten().double() / hardware.memory + hardware.call, hardware)
     around += all_to_all_time(there, hardware) + all_to_all_time(here, hardware)
     return plan, arriving.flatten(), wires.flatten(), around
 
@@ -299,7 +300,7 @@ def _ulysses(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     plan, arriving, wires, around = _exchange_heads(work, hardware, traffic, work.layout.n_ranks)
     tiles, pairs = _of_heads(work, plan)
     forward, backward = (
-        around + shared_time(pairs * each / hardware.flops, hardware) for each in flops_per_pair(work.sizes)
+        around + shared_time(pairs.double() * each / hardware.flops, hardware) for each in flops_per_pair(work.sizes)
     )
     flops = pairs.double() * flops_per_pair(work.sizes)[0]
     times = {"forward": forward, "backward": backward}
@@ -412,7 +413,7 @@ def shared_time(seconds: Tensor, hardware: Hardware) -> Tensor:
     ranks = torch.bincount(node)[node]
     work = torch.zeros_like(seconds, dtype=torch.float64).index_add_(0, node, seconds.double())[node]
     # All take turns until the work is done, or until the longest has a processor of its own.
-    turns = (ranks / hardware.processors_per_node).clamp(min=1)
+    turns = (ranks.double() / hardware.processors_per_node).clamp(min=1)
     return torch.minimum(seconds * turns, torch.maximum(seconds, work / hardware.processors_per_node))
 
 
@@ -425,7 +426,7 @@ def _link_time(moved: Tensor, link: tuple[float, float]) -> Tensor:
     """Return the seconds of each rank for the bytes ``[P, P]`` that it sends and receives over one kind of link."""
     alpha, beta = link
     messages = torch.maximum((moved > 0).sum(1), (moved > 0).sum(0))
-    return messages.double() * alpha + torch.maximum(moved.sum(1), moved.sum(0)) / beta
+    return messages.double() * alpha + torch.maximum(moved.sum(1), moved.sum(0)).double() / beta
 
 
 def all_to_all_time(moved: Tensor, hardware: Hardware) -> Tensor:

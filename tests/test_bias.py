@@ -94,7 +94,9 @@ def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64, va
 
 
 def kept_pairs(pattern: Pattern | None, **options: Any) -> Tensor:
-    kept = build_index(Dense() if pattern is None else pattern, N, M, num_heads=H, batch=B).to_dense().expand(B, H, -1, -1)
+    kept = (
+        build_index(Dense() if pattern is None else pattern, N, M, num_heads=H, batch=B).to_dense().expand(B, H, -1, -1)
+    )
     if (mask := options.get("key_mask")) is not None:
         kept = kept & mask[:, None, None]
     if (lengths := options.get("key_lengths")) is not None:
@@ -308,6 +310,16 @@ def test_one_tensor_can_be_in_several_places() -> None:
             torch.autograd.grad(found.sum(), (q, table)), torch.autograd.grad(expected.sum(), (q, table)), strict=True
         ):
             assert relative_error(mine, theirs) < 1e-12
+
+
+@pytest.mark.parametrize("backend", ["native", "blockwise"])
+@pytest.mark.parametrize("offset", [2**31 - 1, 2**31 + 4, 2**32 + 4, 2**40, -(2**31), -(2**31) - 3, -(2**32)])
+def test_a_far_offset_reads_an_end_of_the_table(offset: int, backend: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 8, dtype=torch.float64).unbind()
+    table = torch.randn(2, 9, dtype=torch.float64)
+    scores = q @ k.mT * 8**-0.5 + table[:, -1 if offset > 0 else 0, None, None]
+    found = sparse_attention(q, k, v, bias=Relative(table, offset), backend=backend)
+    assert relative_error(found, scores.softmax(3) @ v) < 1e-12
 
 
 def test_autocast_leaves_tables_alone() -> None:

@@ -35,6 +35,7 @@ READ: dict[str, Callable[..., Tensor]] = {
     "buckets": buckets,
     "a factor": lambda score, b, h, i, j: (j - i.double()) * FACTOR + score,
     "a comparison": lambda score, b, h, i, j: score + torch.where(i >= j, 0.0, 1.5),
+    "a half": lambda score, b, h, i, j: score + torch.exp(-((i + 0.5) - (j - 2.0)).abs().double()) * (i + 1.5 > j),
     "two": lambda score, b, h, i, j: (score + 0.1 * (i - j)) - TABLE[h, (j - i).abs()],
 }
 LEARNED = {
@@ -55,6 +56,11 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "a larger position": lambda score, b, h, i, j: score + torch.maximum(i, j),
     "coordinates": lambda score, b, h, i, j: score + (i // 8 - j // 8),
     "positions in half precision": lambda score, b, h, i, j: score + (i.half() - j.half()),
+    "a fraction of a position": lambda score, b, h, i, j: (
+        score + TABLE[h, ((i.float() + 0.3) - (j.float() + 0.3)).long() + 100]
+    ),
+    "a number of the head and a position": lambda score, b, h, i, j: score + ((i - 0.1 * h) - j),
+    "a number as large as positions lose": lambda score, b, h, i, j: score + ((i + 1e9) - (j + 1e9)),
     "a scale": lambda score, b, h, i, j: 2 * score,
     "the score twice": lambda score, b, h, i, j: score + score,
     "a score that is subtracted": lambda score, b, h, i, j: (i - j) - score,

@@ -58,7 +58,7 @@ class Random(nn.Module):
         self.seed, self.calls = seed, []
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        rule = options["pattern"] or Dense()
+        rule = Dense() if options["pattern"] is None else options["pattern"]
         rule = Causal() & rule if options["is_causal"] else rule
         (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
         index = build_index(rule, n_queries, n_keys, num_heads=heads, batch=batch, block=BLOCK)

@@ -27,6 +27,8 @@ class _Kind(Enum):
 
 
 _ORDERS = {"ge", "gt", "le", "lt", "eq", "ne"}
+_LARGEST = 1 << 20
+"""Largest number that is added to a position in floating point."""
 _EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}
 
 
@@ -135,6 +137,11 @@ def _kind(node: Node, of: list[_Kind]) -> _Kind | None:
     first = of[0] in moved and isinstance(node.args[0], Node)
     if name in _ORDERS or len(moved) != 1 or of.count(*moved) != 1:
         return None
+    if moved != {_Kind.SCORE} and node.meta["val"].is_floating_point():
+        # A position plus a number rounds, unless it is a whole or a half.
+        numbers = [x for x in node.args if isinstance(x, int | float)]
+        if not numbers or not (numbers[0] * 2.0).is_integer() or abs(numbers[0]) > _LARGEST:
+            return None
     return moved.pop() if name == "add" or first else None
 
 

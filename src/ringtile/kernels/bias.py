@@ -310,7 +310,9 @@ def _add_grads(
 
 def _whole(term: Term, q: Tensor, k: Tensor, call: Call) -> Added:
     """Return the numbers of a table, for all pairs of a call."""
-    query_at, key_at = (x.int().contiguous() for x in _places(term, q, k, call))
+    query_at, key_at = _places(term, q, k, call)
+    # Queries farther away than all places of the table read its ends, and their numbers may not fit.
+    query_at, key_at = query_at.clamp(-term.table[0].numel(), k.shape[2]).int(), key_at.int()
     values = term.table.flatten(1).to(accumulator(q)).contiguous().unsqueeze(1)
     return Added(values.expand(*q.shape[:2], -1, -1), query_at, key_at)
 

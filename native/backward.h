@@ -17,7 +17,7 @@ template <class P> struct BackwardScratch {
         : sums(x), totals(x + column_numbers(c)), products(totals + column_numbers(c)) {}
 };
 
-// For each query of a head: rowsum(out_grad * out) - lse_grad, and the lse, +inf for a query that keeps no keys.
+// For each query of a head: rowsum(out_grad * out) - lse_grad, and the lse, +inf for a query without a score above -inf.
 template <class E, class T> void delta_item(const ringtile_call &c, int64_t number) {
     constexpr int ROWS = 8;
     const Head head(c, number);
@@ -111,7 +111,7 @@ void sum_row(const ringtile_call &c, const Head &head, Side queries, TileCursor 
         products.row_tile(GradientTile<T, false>(c, head, random, queries, col_tokens(c, col), number, lse, delta), sums);
 }
 
-// Write sums [d][lane] to the gradients of a row's queries, zero for a query that keeps no keys.
+// Write sums [d][lane] to the gradients of a row's queries, zero for a query that has none.
 template <class P, class E>
 void write_queries(const ringtile_call &c, const Head &head, Side queries, const typename P::Number *sums, E *grads) {
     using T = typename P::Number;
@@ -162,14 +162,19 @@ template <class P> void head_item(const ringtile_call &c, int64_t item, typename
         delta_item<typename P::Element, T>(c, item * heads_a_key + head);
     for (int64_t col = c.work.first_col; col < c.work.last_col; col++)
         column<P>(c, item / c.kv_heads, item % c.kv_heads, col, to, products, true);
+    if (c.work.last_col < c.index.n_cols) return;
     if constexpr (P::COLLECTS) {
-        for (int64_t at = 0; c.work.last_col == c.index.n_cols && at < heads_a_key * c.index.n_rows; at++) {
+        for (int64_t at = 0; at < heads_a_key * c.index.n_rows; at++) {
             const Head head(c, item * heads_a_key + at / c.index.n_rows);
             const Side queries = row_tokens(c, at % c.index.n_rows);
             T *grads = (T *)c.backward.q_sums;
             T *grad = grads + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
             write_queries<P>(c, head, queries, products.collected(queries, grad), grads);
         }
+    } else {
+        // A gradient of 0 times a key of -inf is NaN.
+        for (int64_t at = item * heads_a_key * c.n_queries; at < (item + 1) * heads_a_key * c.n_queries; at++)
+            if (((const T *)c.lse)[at] == -infinity<T>()) clear((T *)c.backward.q_grad + at * c.head_dim, c.head_dim);
     }
 }
 

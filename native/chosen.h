@@ -339,13 +339,17 @@ struct ListTile : ListKeys {
     }
 };
 
-// Copy the rows of an item, zeros for a query that keeps no key: in a union, others' sums would meet its NaN.
+// Copy the rows of an item, zeros for a query that keeps no key: in a union, others' sums would meet its NaN. In the backward
+// pass, also zeros for a row without a score above -inf.
 inline void load_rows(const ringtile_call &c, const ListItem &item, int64_t head, int heads, const void *x, const int64_t *stride,
                       int64_t width, float *y) {
     const int64_t count = heads * whole_vectors(width);
     for (int i = 0; i < item.queries; i++) {
         if (item.empty[i]) __builtin_memset(y + i * count, 0, count * sizeof(float));
         else copy_rows(c, row_at(c, x, stride, item.b, head, item.query + i), stride[1], nullptr, heads, width, y + i * count);
+        for (int h = 0; c.work.phase != RINGTILE_LISTS_FORWARD && h < heads; h++)
+            if (((const float *)c.lse)[(item.b * c.heads + head + h) * c.n_queries + item.query + i] == -infinity<float>())
+                __builtin_memset(y + i * count + h * whole_vectors(width), 0, whole_vectors(width) * sizeof(float));
     }
 }
 
@@ -465,9 +469,10 @@ INLINE void end_forward(const ringtile_call &c, const ListItem &item, const List
         float share[MAX_BLOCK];
         for (int h = 0; h < item.heads; h++) {
             const float highest = to.softmax[i * item.heads + h], total = to.softmax[MAX_BLOCK + i * item.heads + h];
-            share[h] = item.empty[i] ? 0 : 1 / total;
-            ((float *)c.lse)[(item.b * c.heads + item.head + h) * c.n_queries + item.query + i] =
-                item.empty[i] ? -infinity<float>() : highest * scale + exact_log(total);
+            // No key is kept, or all scores are -inf.
+            const float lse = highest * scale + exact_log(total);
+            ((float *)c.lse)[(item.b * c.heads + item.head + h) * c.n_queries + item.query + i] = lse;
+            share[h] = lse == -infinity<float>() ? 0 : 1 / total;
         }
         write_rows(c, to.sums + i * item.heads * width, item.heads, c.value_dim, share,
                    row_at(c, c.out, c.out_stride, item.b, item.head, item.query + i), c.out_stride[1]);
@@ -514,7 +519,9 @@ INLINE void query_grads_tile(const ringtile_call &c, const ListItem &item, const
             for (int k = 0; k < tile.count; k += L) {
                 float *weight = to.few + r * MAX_BLOCK + k, *slope = slopes + r * MAX_BLOCK + k;
                 const Vec<float> p = exp2<float>(exponent_of<float>(load(weight), scale, splat(lse[r])));
-                store(weight, p), store(slope, p * (load(slope) - delta[r]) * scale);
+                const Vec<float> g = p * (load(slope) - delta[r]) * scale;
+                const bool lone = lse[r] == infinity<float>();
+                store(weight, lone ? Vec<float>{} : p), store(slope, lone ? Vec<float>{} : g);
                 for (int i = 0; i < min(L, tile.count - k); i++) {
                     item.weights[(place + k + i) * ratio + r] = weight[i];
                     item.slopes[(place + k + i) * ratio + r] = slope[i];
@@ -527,14 +534,17 @@ INLINE void query_grads_tile(const ringtile_call &c, const ListItem &item, const
         const int vectors = (int)min(NR, (item.end - lane) / L), rows = (int)min(GROUP<float>, item.rows - lane);
         list_scores(item, tile, tile.k, c.head_dim, vectors, lane, to.lanes, to.scores, tile.v, c.value_dim);
         list_scores(item, tile, tile.v, c.value_dim, vectors, lane, to.grad_lanes, to.grads, tile.v, 0);
+        bool lone = false;
+        for (int i = 0; i < rows; i++) lone |= lse[lane + i] == infinity<float>();
         for (int k = 0; k < tile.count; k++) {
             float *score = to.scores + k * GROUP<float>, *grad = to.grads + k * GROUP<float>;
             const int64_t at = (place + k) * item.queries * ratio + item.skipped + lane;
             for (int n = 0; n < vectors * L; n += L) {
                 Vec<float> p = exp2<float>(exponent_of<float>(load(score + n), scale, load(lse + lane + n)));
                 Vec<float> g = p * (load(grad + n) - load(delta + lane + n)) * scale;
-                if (mask.bits) {
-                    const Ints<float> kept = lanes_of<float>(mask.bits + k, n);
+                if (mask.bits || lone) {
+                    const Ints<float> kept = (mask.bits ? lanes_of<float>(mask.bits + k, n) : ~Ints<float>{}) &
+                                             (load(lse + lane + n) != infinity<float>());
                     p = kept ? p : Vec<float>{}, g = kept ? g : Vec<float>{};
                 }
                 store(score + n, p), store(grad + n, g);
@@ -547,11 +557,11 @@ INLINE void query_grads_tile(const ringtile_call &c, const ListItem &item, const
 }
 
 INLINE void end_query_grads(const ringtile_call &c, const ListItem &item, const ListScratch &to) {
-    float ones[MAX_BLOCK];
-    for (int row = 0; row < item.heads; row++) ones[row] = 1;
     for (int i = 0; i < item.queries; i++) {
+        float share[MAX_BLOCK];
+        for (int h = 0; h < item.heads; h++) share[h] = to.softmax[i * item.heads + h] != infinity<float>();
         const int64_t at = (item.b * c.heads + item.head) * c.n_queries + item.query + i;
-        write_rows(c, to.sums + i * item.heads * whole_vectors(c.head_dim), item.heads, c.head_dim, ones,
+        write_rows(c, to.sums + i * item.heads * whole_vectors(c.head_dim), item.heads, c.head_dim, share,
                    (char *)c.backward.q_grad + at * c.head_dim * (c.dtype == RINGTILE_FLOAT32 ? 4 : 2),
                    c.n_queries * c.head_dim);
     }

@@ -126,8 +126,8 @@ template <class P> void decode_row(const ringtile_call &c, const RowItem &row, F
                 if (!kept || mask.drops(k)) weights[r * MAX_BLOCK + k] = -infinity<T>();
             }
         }
-        decode_softmax_step(weights, n_queries, keys.high, base_of<T>(c), mask.partial(), softmax.highest + low,
-                            softmax.total + low, sums, c.value_dim);
+        decode_softmax_step(weights, n_queries, keys.high, base_of<T>(c), mask.partial() || mask.lows,
+                            softmax.highest + low, softmax.total + low, sums, c.value_dim);
         for (int64_t d = 0; d < c.value_dim; d += GROUP<T>)
             matmul<T, true>((int)min(NR, (c.value_dim - d) / L), weights, MAX_BLOCK, products.values.x + d,
                             products.values.step, sums + d, c.value_dim, n_queries, keys.high, true);
@@ -146,10 +146,9 @@ template <class E, class T> void write_row(const ringtile_call &c, const RowItem
     T share[MAX_BLOCK] = {};
     const T scale = (T)size_of_scale(c);
     for (int lane = queries.low; lane < queries.high; lane++) {
-        T highest = softmax.highest[lane], total = softmax.total[lane];
-        bool empty = highest == -infinity<T>() && total == 0;
-        share[lane] = empty ? T(0) : kept / total;
-        lse[lane] = empty ? -infinity<T>() : highest * scale + exact_log(total);
+        // No key is kept, or all scores are -inf.
+        lse[lane] = softmax.highest[lane] * scale + exact_log(softmax.total[lane]);
+        share[lane] = lse[lane] == -infinity<T>() ? T(0) : kept / softmax.total[lane];
     }
     transpose_out<E, T>(softmax.sums, c.value_dim, queries.low, queries.high, share, out, c.out_stride[2]);
 }

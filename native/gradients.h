@@ -37,7 +37,7 @@ template <class T, bool KEYS> struct GradientTile {
     const T *lse, *delta;  // of the queries, by lane
     const int32_t *bits;    // a row of `words` per token that is not in the lanes, null for a full tile
     int words;
-    bool masked_keys, any_keys, any_queries;
+    bool masked_keys, any_keys, any_queries, lone;  // lone: a query has no score above -inf, here and elsewhere
     uint32_t unused_keys[MAX_WORDS], unused_queries[MAX_WORDS], keep[MAX_BLOCK][MAX_WORDS];
 
     INLINE GradientTile(const ringtile_call &c, const Head &at, const Dropout &random, Side query_side, Side key_side,
@@ -50,8 +50,11 @@ template <class T, bool KEYS> struct GradientTile {
             add_unused(c, c.index.cols_any, c.index.bits_t, tile, keys, queries, unused_keys);
             add_unused(c, c.index.rows_any, c.index.bits, tile, queries, keys, unused_queries);
         }
-        for (int q = queries.low; q < queries.high; q++)
+        lone = false;
+        for (int q = queries.low; q < queries.high; q++) {
             unused_queries[q >> 5] |= (uint32_t)(lse[q] == infinity<T>()) << (q & 31);
+            lone |= lse[q] == infinity<T>();
+        }
         any_keys = any_of(unused_keys, keys), any_queries = any_of(unused_queries, queries);
         if (c.options.dropout_threshold) dropout_bits<KEYS>(random, queries, keys, keep);
     }
@@ -92,6 +95,7 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, const T *facto
     const T *lse = tile.lse, *delta = tile.delta;
     const int32_t *bits = tile.bits;
     const uint32_t *masked = tile.masked_keys ? tile.unused_keys : nullptr;
+    const bool lows = c.options.added;  // where a weight is to be exactly 0
     for (int i = 0; i < count; i++) {
         int other = first + i;
         bool dropped = !KEYS && masked && bit(masked, other);
@@ -109,8 +113,10 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, const T *facto
             }
             g = p * (g - mean) * scale;
             if (factors) g *= load(factors + i * GROUP<T> + n * L);
-            if (bits || masked) {
+            if (bits || masked || lows || tile.lone) {
                 Ints<T> kept = bits ? lanes_of<T>(bits + other * tile.words, at) : ~Ints<T>{};
+                if (lows) kept &= s != -infinity<T>();
+                if (tile.lone) kept &= high != infinity<T>();
                 if (KEYS && masked) kept &= ~lanes_of<T>((const int32_t *)masked, at);
                 if (dropped) kept = Ints<T>{};
                 q = kept ? q : Vec<T>{};

@@ -309,11 +309,12 @@ template <class E> struct AmxGradients {
     template <bool COLUMNS, bool ROWS> INLINE Reach slopes_of(const Tile &tile, const PackedRow &row, int lane) {
         const Side side = tile.queries;
         const int n_keys = tile.keys.high;
-        const bool plain = !tile.bits && !tile.any_keys && !c.options.dropout_threshold && n_keys % AMX_KEYS == 0;
+        const bool plain = !tile.bits && !tile.any_keys && !tile.lone && !c.options.dropout_threshold && n_keys % AMX_KEYS == 0;
         Reach reach = {0, n_keys};
         if (!plain) {
             const int low = (int)max(0, side.low - lane), high = (int)min(LANES, side.high - lane);
-            const uint32_t inside = (uint32_t)(((uint64_t)1 << high) - ((uint64_t)1 << low));
+            const uint32_t inside =
+                (uint32_t)(((uint64_t)1 << high) - ((uint64_t)1 << low)) & ~tile.unused_queries[lane / LANES];
             const Mask mask = {tile.bits, tile.words, tile.any_keys ? tile.unused_keys : nullptr};
             reach = keys_of_lanes(mask, lane, inside, n_keys, kept);
             if (reach.first >= reach.last) return reach;

@@ -141,7 +141,8 @@ void add_tile(float *scores, const KeyTile &tile, const int32_t *seen, float bas
     }
 }
 
-// Bring the sums of all slots to the row's maximum, and return what divides them. Rows that see no key, or a NaN, get 0.
+// Bring the sums of all slots to the row's maximum, and return what divides them. Rows that see no key, only
+// scores of -inf, or a NaN, get 0.
 SHARED Vec<float> share_of(const Segments &segments, int64_t count, const float *highest, const float *maxima,
                            float *sums, float base) {
     const float low = -infinity<float>();
@@ -155,7 +156,7 @@ SHARED Vec<float> share_of(const Segments &segments, int64_t count, const float 
             total += sum;
         }
     }
-    return total > 0 ? 1 / total : Vec<float>{};
+    return (total > 0) & (now != low) ? 1 / total : Vec<float>{};
 }
 
 INLINE Vec<float> pooled(Vec<float> a, Vec<float> b, bool highest) { return highest ? max<float>(a, b) : a + b; }

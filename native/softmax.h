@@ -30,11 +30,13 @@ INLINE double size_of_scale(const ringtile_call &c) { return c.options.scale == 
 template <class T> INLINE T base_of(const ringtile_call &c) { return (T)(size_of_scale(c) * 1.44269504088896340736); }
 template <class T> INLINE T sign_of(const ringtile_call &c) { return c.options.scale < 0 ? T(-1) : T(c.options.scale != 0); }
 
-// The kept pairs of a tile: a row of bits per key, and the keys that no query keeps. Both can be null.
+// The kept pairs of a tile: a row of bits per key, and the keys that no query keeps. Both can be null. A weight of a score
+// of -inf is exactly 0 if a pair is dropped, or if `lows` says that a bias can be -inf.
 struct Mask {
     const int32_t *bits;
     int words;
     const uint32_t *unused;
+    bool lows = false;
 
     INLINE bool partial() const { return bits || unused; }
     INLINE bool drops(int key) const { return unused && bit(unused, key); }
@@ -53,7 +55,7 @@ INLINE Mask mask_of(const ringtile_call &c, int64_t b, Side queries, Side keys, 
         add_unused(c, c.index.cols_any, c.index.bits_t, tile, keys, queries, unused);
         any |= any_of(unused, keys);
     }
-    return {tile >= 0 ? c.index.bits_t + tile * c.block * words : nullptr, words, any ? unused : nullptr};
+    return {tile >= 0 ? c.index.bits_t + tile * c.block * words : nullptr, words, any ? unused : nullptr, c.options.added != nullptr};
 }
 
 // The highest of the scores [count][GROUP] of keys that start at `first`. Scores that the mask drops become -inf.
@@ -82,7 +84,7 @@ template <class T, int N>
 void online_softmax_step(T *scores, int first, int count, int lane, T base, const Mask &mask, Softmax<T> softmax) {
     constexpr int L = Lanes<T>::count;
     const T low = -infinity<T>();
-    const bool partial = mask.partial();
+    const bool partial = mask.partial() || mask.lows;
     Vec<T> share[N], sum[N] = {}, safe[N];
     highest_scores<T, N>(scores, first, count, lane, mask, share);
     bool moved = false;

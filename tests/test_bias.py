@@ -183,6 +183,102 @@ def test_low_precision_is_as_close_as_pytorch(backend: str, name: str, dtype: to
         assert relative_error(ours, best) <= SDPA_BUDGET[dtype] * relative_error(theirs, best)
 
 
+@pytest.mark.parametrize("pattern", [Window(30), Causal() & Window(150)], ids=str)
+@pytest.mark.parametrize("backend", BIASED)
+def test_pieces_cut_the_mask_and_the_lengths_of_keys(
+    backend: str, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(biases, "_BYTES", 1)
+    leaves = [x.requires_grad_() for x in torch.randn(3, 2, 2, 400, 6, dtype=torch.float64).unbind()]
+    leaves += [torch.randn(2, 61, 6, dtype=torch.float64, requires_grad=True)]
+    draw = torch.Generator().manual_seed(1)
+    for options in (
+        {"key_lengths": torch.tensor([150, 390])},
+        {"key_mask": torch.rand(2, 400, generator=draw) < 0.5},
+        {"key_mask": torch.rand(2, 400, generator=draw) < 0.8, "key_lengths": torch.tensor([390, 150])},
+    ):
+        found, expected = (
+            with_grads(
+                sparse_attention(
+                    *leaves[:3],
+                    pattern,
+                    bias=ByQuery(leaves[0], leaves[3], 30),
+                    return_lse=True,
+                    backend=name,
+                    **options,
+                ),
+                leaves,
+            )
+            for name in (backend, "reference")
+        )
+        for mine, theirs in zip(found, expected, strict=True):
+            assert relative_error(mine, theirs) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BIASED)
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys", "pattern", "start"),
+    [(400, 400, GlobalTokens(0), None), (1, 200, Window(10), 5000), (100, 200, Causal(), -150)],
+    ids=str,
+)
+def test_a_rule_that_keeps_no_tile(
+    backend: str, n_queries: int, n_keys: int, pattern: Pattern, start: int | None
+) -> None:
+    leaves = [torch.randn(1, 1, n, 8, requires_grad=True) for n in (n_queries, n_keys, n_keys)]
+    leaves.append(torch.randn(1, 9, 8, requires_grad=True))
+    bias = ByQuery(leaves[0], leaves[3], 4)
+    out = sparse_attention(*leaves[:3], pattern, start=start, bias=bias, backend=backend)
+    assert not any(x.any() for x in (out, *torch.autograd.grad(out.sum(), leaves)))
+
+
+MINUS_INF: dict[str, Case] = {
+    # Rows before position 100 have no score above -inf, the rows after them some.
+    "a table": ([(H, 300)], lambda x: Relative(x, 200), partial(by_table, 200)),
+    "a sum": (
+        [(H, 300), (B, H, N, 6), (H, 41, 6)],
+        lambda x, q, c: (Relative(x, 200), ByQuery(q, c, 20)),
+        lambda x, q, c: by_table(200, x) + by_query(20, q, c),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MINUS_INF)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("server", [*INSTRUCTION_SETS, *BIASED, "reference"])
+def test_a_bias_of_minus_inf(server: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a score above -inf are 0, with gradients of exactly 0, and the keys behind -inf change nothing."""
+    case, backend = MINUS_INF[name], "native" if server in INSTRUCTION_SETS else server
+    if server in INSTRUCTION_SETS:
+        use_set(server, monkeypatch)
+    for pattern in (None, Causal() & Window(120)):
+        leaves = inputs(case[0], dtype)
+        with torch.no_grad():
+            leaves[3][:, 101:] = -torch.inf  # keys nearer than 100 positions before the query
+            leaves[3][1] = -torch.inf
+        found = attend(case, leaves, pattern, backend)
+        exact, kept = [x.detach().double().requires_grad_() for x in leaves], kept_pairs(pattern)
+        bias = case[2](*exact[3:]).expand(B, -1, -1, -1)
+        lone = ((bias == -torch.inf) | ~kept).all(3)
+        assert lone.any()
+        assert lone.logical_not().any()
+        expected = with_grads(dense(*exact[:3], bias, kept & ~lone.unsqueeze(3)), exact)
+        assert not found[0][lone].any()
+        assert torch.equal(found[1] == -torch.inf, lone)
+        results = with_grads(found, leaves)
+        assert not results[2][lone].any()
+        assert not results[5][:, 101:].any()
+        for mine, theirs in zip(results, expected, strict=True):
+            assert relative_error(mine, theirs) < {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.03)
+        # The last query, at position 179, reads -inf from key 80 on.
+        assert not results[4][:, :, 80:].any()
+        with torch.no_grad():
+            leaves[2][:, :, 80:] = 1e30
+            leaves[1][:, :, 80:] *= -2
+            again = attend(case, leaves, pattern, backend)
+        assert torch.equal(again[0], found[0])
+        assert torch.equal(again[1], found[1])
+
+
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_each_instruction_set_adds_a_bias(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

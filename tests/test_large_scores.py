@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import product
+from functools import partial
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from native_sets import INSTRUCTION_SETS, precision_of, use_set
+from oracle import relative_error
 from torch import Tensor
 
-from ringtile import sparse_attention
+from ringtile import dilated_attention, sparse_attention
+from ringtile.index import clear_cache, lists
 from ringtile.kernels import native
 from ringtile.kernels.native.library import reason_against
-from ringtile.patterns import Causal, Dense, Window
+from ringtile.patterns import Causal, Dense, Documents, Pattern, Window
 
 needs_library = pytest.mark.skipif(bool(reason_against()), reason=f"no native kernel here: {reason_against()}")
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -269,3 +272,171 @@ def test_scales_of_torchs_kernel_are_powers_of_two(backend: str, dtype: torch.dt
         wanted, given = (v, value_grad) if pattern == Window(0) else (x.gather(2, winner) for x in (v, value_grad))
         torch.testing.assert_close(out, wanted, rtol=0, atol=0)
         torch.testing.assert_close(given, grad_out, rtol=0, atol=1e-30)
+
+
+# Rows whose scores are all -inf: an output of 0, an lse of -inf, and gradients of exactly 0.
+
+KEYS = 300
+WHY = {"keys of -inf": 128, "products that overflow": 140}
+"""Why the scores of a first document are all -inf, and its length. Infinite keys fill a tile: 0 times -inf is NaN."""
+SERVERS = (*(f"native {name}" for name in INSTRUCTION_SETS), "blockwise", "reference")
+
+
+def serve(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend of a name of `SERVERS`, whose calls go to its instruction set."""
+    backend, _, isa = name.partition(" ")
+    if backend == "native":
+        if reason := reason_against():
+            pytest.skip(f"no native kernel here: {reason}")
+        use_set(isa, monkeypatch)
+    return backend
+
+
+def lone_inputs(why: str, dtype: torch.dtype, first: int = 0, last: int = KEYS, kv_heads: int = 1) -> list[Tensor]:
+    """Queries [first, last), keys and values of two heads. Those of the first document have no score above -inf."""
+    draws = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, KEYS, 32, generator=draws, dtype=torch.float64) for heads in (2, kv_heads, kv_heads)
+    )
+    size = math.inf if why == "keys of -inf" else 1e200 if dtype == torch.float64 else 1e30
+    k[:, :, : WHY[why]] = -size
+    q[:, :, : WHY[why]] = 1 if size == math.inf else size
+    return [q[:, :, first:last].to(dtype), k.to(dtype), v.to(dtype)]
+
+
+def of_the_rest(inputs: list[Tensor], lone: int, first: int, grad_out: Tensor) -> list[Tensor]:
+    """Output, lse and gradients of the other document, by a dense softmax in float64, behind zeros and -inf."""
+    leaves = [x.detach().double().requires_grad_() for x in inputs]
+    at, heads = max(lone - first, 0), inputs[0].shape[1] // inputs[1].shape[1]
+    q, (k, v) = leaves[0][:, :, at:], (x[:, :, lone:].repeat_interleave(heads, 1) for x in leaves[1:])
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    grads = torch.autograd.grad((out, lse), leaves, (grad_out[:, :, at:].double(), torch.ones_like(lse)))
+    return [F.pad(out, (0, 0, at, 0)).detach(), F.pad(lse, (at, 0), value=-math.inf).detach(), *grads]
+
+
+def check_lone(found: Sequence[Tensor], expected: Sequence[Tensor], error: float) -> None:
+    for name, actual, wanted in zip(NAMES, found, expected, strict=True):
+        assert torch.equal(actual.double()[wanted == 0], wanted[wanted == 0]), name
+        assert relative_error(actual, wanted) < error, name
+
+
+@pytest.mark.parametrize("why", WHY)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in SERVERS for dtype in (torch.float64, torch.float32, torch.bfloat16)],
+    ids=str,
+)
+def test_a_row_whose_scores_are_all_minus_inf_counts_as_empty(
+    name: str, dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "reference" and why == "products that overflow":
+        dtype = torch.float64  # where products overflow in float64, too
+    lone, backend = WHY[why], serve(name, monkeypatch)
+    error = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.02)
+    options: list[dict[str, Any]] = [{}, {"key_mask": torch.ones(1, KEYS).bool()}]
+    ways: list[tuple[int, int, int]] = [(0, KEYS, 5), (0, KEYS, 7), (lone - 2, lone + 1, 7), (lone - 2, lone + 1, 5)]
+    for (first, last, products), given, kv_heads in zip(ways, cycle(options), (1, 2, 2, 1), strict=False):
+        if backend == "native":
+            monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+        inputs = lone_inputs(why, dtype, first, last, kv_heads)
+        grad_out = torch.randn(1, 2, last - first, 32).to(dtype)
+        leaves = [x.requires_grad_() for x in inputs]
+        attend = partial(sparse_attention, enable_gqa=True, return_lse=True, start=first, backend=backend)
+        out, lse = attend(*leaves, Documents([lone, KEYS - lone]), **given)
+        grads = torch.autograd.grad((out, lse), leaves, (grad_out, torch.ones_like(lse)))
+        check_lone((out, lse, *grads), of_the_rest(inputs, lone, first, grad_out), error)
+
+
+@pytest.mark.parametrize("name", [*SERVERS[:-1], "dense"])
+def test_all_rows_without_a_score_above_minus_inf(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split lists, dropout, ALiBi, softcap, values of infinity, causal calls, and second derivatives."""
+    backend = serve(name, monkeypatch)
+    monkeypatch.setattr(lists, "LONGEST", 1)
+    clear_cache()
+    calls: list[tuple[Pattern, dict[str, Any]]] = [(Dense(), {}), (Causal(), {})]
+    if backend != "dense":
+        calls += [(Causal(), {"dropout_p": 0.3, "seed": 5}), (Window(150), {"alibi_slopes": torch.ones(2)})]
+    for (pattern, options), value, dtype in product(calls, (1.0, math.inf), (torch.float32, torch.bfloat16)):
+        q, k = torch.ones(1, 2, KEYS, 32, dtype=dtype), torch.full((1, 2, KEYS, 32), -math.inf, dtype=dtype)
+        leaves = [x.requires_grad_() for x in (q, k, torch.full_like(k, value))]
+        out, lse = sparse_attention(*leaves, pattern, return_lse=True, backend=backend, **options)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert (lse == -math.inf).all()
+        assert not any(x.any() for x in (out, *grads))
+    clear_cache()
+
+
+@pytest.mark.parametrize("name", [*SERVERS, "dense"])
+def test_a_row_with_some_scores_of_minus_inf_is_a_softmax(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more keys than PyTorch's kernel takes at once. A NaN or a score of inf makes a NaN, as in PyTorch."""
+    backend = serve(name, monkeypatch)
+    q, k, v = torch.randn(3, 1, 2, 700, 32, dtype=torch.float64).to(torch.float32).unbind()
+    q, k[:, :, :600] = q.abs(), -math.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = sparse_attention(*leaves, Causal(), return_lse=True, backend=backend)
+    dense = [x.detach().double().requires_grad_() for x in leaves]
+    scores = (dense[0][:, :, 600:] @ dense[1].mT * 32**-0.5).masked_fill(
+        ~torch.ones(100, 700).bool().tril(600), -math.inf
+    )
+    wanted = scores.softmax(3) @ dense[2]
+    assert (lse[:, :, :600] == -math.inf).all()
+    assert not out[:, :, :600].any()
+    assert relative_error(out[:, :, 600:], wanted) < 1e-5
+    assert relative_error(lse[:, :, 600:], scores.logsumexp(3)) < 1e-5
+    value_grad, key_grad = torch.autograd.grad(out.sum(), (leaves[2], leaves[1]))
+    assert relative_error(value_grad, torch.autograd.grad(wanted.sum(), dense[2])[0]) < 1e-5
+    assert key_grad.isfinite().all()
+    for bad in (math.nan, math.inf):
+        with torch.no_grad():
+            spoilt = k.clone()
+            spoilt[:, :, 5] = bad
+            out, lse = sparse_attention(q, spoilt, v, Causal(), return_lse=True, backend=backend)
+        assert out[:, :, 5].isnan().all()
+        assert out[:, :, 699].isnan().all()
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_slopes_of_alibi_that_overflow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, size = serve(name, monkeypatch), 1e308
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, KEYS, 32, dtype=torch.float64).unbind())
+    slopes, rule = torch.tensor([size, 0.5], dtype=torch.float64), Causal() & ~Window(3)
+    out, lse = sparse_attention(q, k, v, rule, alibi_slopes=slopes, return_lse=True, backend=backend)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    # The second head is an ordinary one.
+    rest = [x[:, 1:].detach().requires_grad_() for x in (q, k, v)]
+    wanted = sparse_attention(*rest, rule, alibi_slopes=slopes[1:], return_lse=True, backend="reference")
+    wanted_grads = torch.autograd.grad(wanted[0], rest, torch.ones_like(wanted[0]))
+    for mine, theirs in zip((out, *grads), (wanted[0], *wanted_grads), strict=True):
+        assert not mine[:, 0].any()
+        assert relative_error(mine[:, 1:], theirs) < 1e-12
+    assert (lse[:, 0] == -math.inf).all()
+    assert relative_error(lse[:, 1:], wanted[1]) < 1e-12
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_second_derivatives_of_rows_without_scores(why: str) -> None:
+    lone, inputs = WHY[why], [x.requires_grad_() for x in lone_inputs(why, torch.float64)]
+    grad_out, seconds = torch.randn(1, 2, KEYS, 32, dtype=torch.float64), []
+    for backend in ("blockwise", "reference"):
+        out = sparse_attention(*inputs, Documents([lone, KEYS - lone]), enable_gqa=True, backend=backend)
+        grads = torch.autograd.grad(out, inputs, grad_out, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(x.sin().sum() for x in grads), inputs))
+    for mine, theirs in zip(*seconds, strict=True):
+        assert not mine[:, :, :lone].any()
+        assert relative_error(mine, theirs) < 1e-10
+
+
+def test_parts_without_scores_are_merged_as_empty_ones() -> None:
+    q, k, v = lone_inputs("keys of -inf", torch.float32)
+    sinks = torch.zeros(2, requires_grad=True)
+    out = sparse_attention(q, k, v, Documents([128, KEYS - 128]), enable_gqa=True, sinks=sinks)
+    assert not out[:, :, :128].any()
+    assert torch.autograd.grad(out[:, :, :128].sum(), sinks)[0].eq(0).all()
+    # Two segments, of which one has no scores, at two scales: the branches are merged by their lse.
+    own = torch.ones(1, 2, 64, 32), torch.randn(1, 2, 64, 32), torch.randn(1, 2, 64, 32)
+    own[1][:, :, :32] = -math.inf
+    found = dilated_attention(*own, segment_lengths=[32, 64], dilation_rates=[1, 2])
+    assert found.isfinite().all()
+    alone = dilated_attention(*own, segment_lengths=[32], dilation_rates=[1])
+    assert not alone[:, :, :32].any()

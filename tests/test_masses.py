@@ -113,6 +113,22 @@ def plain(
     return torch.stack(out, 2)
 
 
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_rows_whose_scores_are_all_minus_inf_have_no_mass(isa: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles of which they see all keys, and in others. A mean counts them as little as rows that see no key."""
+    if path == "native":
+        use_set(isa, monkeypatch)
+    query, key = torch.rand(1, 2, 300, 32), torch.randn(1, 1, 300, 32)
+    key[:, :, :200] = -math.inf
+    groups, seen = torch.arange(0, 301, 20).int(), torch.arange(1, 301)
+    for dtype, segment, pool in product((torch.float32, torch.bfloat16), (16, 128), ("mean", "max")):
+        options: dict[str, Any] = {"segment": segment, "seen": seen, "groups": groups, "pool": pool}
+        found = pooled_masses(query.to(dtype), key.to(dtype), **options)
+        expected = plain(query.to(dtype), key.to(dtype), **options)
+        assert not found[:, :, :10].any()
+        assert (found.double() - expected).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masses_are_those_of_the_definition(dtype: torch.dtype) -> None:
     for number in range(24):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringtile import sparse_attention
 from ringtile.kernels import native
+from ringtile.kernels.blockwise import lists as composed
 from ringtile.kernels.contracts import Lists, Rows
 from ringtile.kernels.native import chosen
 from ringtile.kernels.native.library import library, reason_against
@@ -266,6 +267,44 @@ def test_keys_that_no_query_keeps_never_reach_one(name: str, poison: float) -> N
     found = computed(inputs, lists, 0.3)
     assert all(torch.equal(found[x], clean[x]) for x in NAMES)
     assert not found["k"][~used].any()
+
+
+@pytest.mark.parametrize("name", ["one key head, 16 heads", "grouped", "blocks of 16", "1 head", "3 heads"])
+@pytest.mark.parametrize("server", [*INSTRUCTION_SETS, "blockwise"])
+def test_a_row_whose_scores_are_all_minus_inf_counts_as_empty(
+    server: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By queries, keys and values of infinity: some heads of a query, and all heads of another."""
+    if server != "blockwise":
+        use_set(server, monkeypatch)
+    module: Any = composed if server == "blockwise" else chosen
+    case = {**CASES, **NEIGHBOURS}[name]._replace(batch=1)
+    inputs, lists = draw_inputs(case, torch.float32), draw_lists(case, near=name in NEIGHBOURS)
+    kept, lone = kept_pairs(lists, case), torch.zeros(1, case.heads, case.n_queries, dtype=torch.bool)
+    lone[:, ::2, 4] = lone[:, :, 6] = True
+    assert kept.any(3)[lone].all()
+    inputs.k[..., 0] = inputs.k[..., 0].abs() + 1
+    clean = inputs._replace(q=inputs.q.masked_fill(lone[..., None], 0))
+    inputs.q[lone] = 0
+    inputs.q[..., 0][lone] = -math.inf
+    wanted = expected(clean, kept & ~lone[..., None], 0.3)
+    for value in (
+        inputs.v,
+        inputs.v.where(kept[:, :: case.heads // case.kv_heads, 6, :, None].logical_not(), math.inf),
+    ):
+        out, lse = module.forward(*inputs[:2], value, lists, 0.3)
+        grads = module.backward(Rows(*inputs[3:], *inputs[:2], value, out, lse), lists, 0.3)
+        assert torch.equal(lse == -math.inf, wanted["lse"] == -math.inf)
+        assert not out[lone].any()
+        assert not grads[0][lone].any()
+        if value is inputs.v:
+            for result, x in zip((out, lse, *grads), wanted.values(), strict=True):
+                assert relative_error(result, x) < 1e-5
+    q, k = torch.ones_like(inputs.q), torch.full_like(inputs.k, -math.inf)
+    out, lse = module.forward(q, k, inputs.v, lists, 0.3)
+    grads = module.backward(Rows(*inputs[3:], q, k, inputs.v, out, lse), lists, 0.3)
+    assert (lse == -math.inf).all()
+    assert not any(x.any() for x in (out, *grads))
 
 
 def test_the_future_changes_nothing() -> None:

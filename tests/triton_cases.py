@@ -28,6 +28,7 @@ from ringtile.patterns import (
     Causal,
     Dense,
     Dilated,
+    Documents,
     GlobalTokens,
     Pattern,
     RandomBlocks,
@@ -182,6 +183,29 @@ def everything_at_once() -> float:
         seed=torch.tensor([9]),
         scale=0.3,
     )
+
+
+@case
+def rows_whose_scores_are_all_minus_inf() -> float:
+    """Documents of which the first has products that overflow, and keys of -inf, whole and in pieces."""
+    clear_cache()
+    worst = 0.0
+    for longest, lone in ((64, 70), (1, 64)):
+        x = make(2, 170, kv_heads=1)
+        rule = Documents([lone, 170 - lone])
+        x.k[:, :, :lone] = -1e30 if lone == 70 else -math.inf
+        x.q[:, :, :lone] = 1e30 if lone == 70 else 1
+        rest = Inputs(*(t[:, :, lone:] for t in x))
+        wanted = oracle(*rest[:3], Dense(), grad_out=rest.grad_out)
+        with patch.object(lists, "LONGEST", longest):
+            out, lse, grads = run(on(x, DEVICE), build_index(rule, 170, block=64, device=DEVICE))
+        assert (lse[:, :, :lone] == -math.inf).all()
+        for found, expected in ((out, wanted.out), *((grads[name], wanted.grads[name]) for name in "qkv")):
+            assert not found[:, :, :lone].any()
+            worst = max(worst, distance(found[:, :, lone:].cpu(), expected))
+        worst = max(worst, distance(lse[:, :, lone:].cpu(), wanted.lse))
+    clear_cache()
+    return worst / FLOAT32_TOLERANCE
 
 
 @case

@@ -101,6 +101,29 @@ CASES.update(
 
 
 @case
+def rows_whose_scores_are_all_minus_inf() -> float:
+    """By products that overflow: some heads of a query, and all heads of another."""
+    worst = 0.0
+    for problem in (MANY_ROWS, BLOCKS_OF_64):
+        inputs, lists = draw_inputs(problem, torch.float32), draw_lists(problem)
+        kept, lone = kept_pairs(lists, problem), torch.zeros(inputs.q.shape[:3], dtype=torch.bool)
+        lone[:, ::2, 0] = lone[:, :, 3] = True
+        inputs.k[..., 0] = inputs.k[..., 0].abs() + 1
+        inputs.q[lone] = 0
+        wanted = expected(inputs, kept & ~lone[..., None], 0.3)
+        inputs.q[..., 0][lone] = -math.inf
+        found = computed(inputs, lists)
+        if (
+            found["out"][lone].any()
+            or found["q"][lone].any()
+            or not torch.equal(found["lse"].isinf(), wanted["lse"].isinf())
+        ):
+            return math.inf
+        worst = max(worst, *(relative_error(found[name], wanted[name]) / 1e-5 for name in NAMES))
+    return worst
+
+
+@case
 def long_lists() -> float:
     """Most of their entries are outside the limits, on both sides."""
     problem = Case(1, 1, 1, 1, 1100, 16, 16, length=1050)

@@ -133,7 +133,8 @@ def _cuts(q: Tensor, k: Tensor, terms: Sequence[Term], call: Call) -> Iterator[_
     index, ratio, most = index_of(call, q, k), heads // key_heads, _BYTES // accumulator(q).itemsize
     # More rows need fewer sums of gradients of all their keys, but also compute more distances than they meet.
     low, high = derived(index, _reaches)
-    reach = max([b - a for a, b in zip(low, high, strict=True)], default=1)
+    # Rows without tiles have a negative one.
+    reach = max([1, *(b - a for a, b in zip(low, high, strict=True))])
     tiles = min(max(2, reach // 12), max(index.n_rows, 1))
     while tiles > 1 and index.block**2 * tiles * (2 * tiles + reach) * ratio > most:
         tiles -= 1

@@ -1,7 +1,6 @@
 """PyTorch's flash kernel for CPUs, extended to Dv != D and to a gradient through lse.
 
-Queries are ``[.., H, m, D]``, keys ``[.., G, l, D]``. An empty row returns 0 with an lse of 0. The caller knows which
-rows are empty.
+Queries are ``[.., H, m, D]``, keys ``[.., G, l, D]``. A row without a score above -inf returns 0 with an lse of -inf.
 """
 
 import math
@@ -28,6 +27,19 @@ def with_lse_column(out_grad: Tensor, lse_grad: Tensor, out: Tensor) -> tuple[Te
     return grads, torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
 
 
+def without_empty_rows(rows: Rows) -> Rows:
+    """Return the rows with zeros and an lse of inf where it is -inf, so that weights and gradients are 0 there."""
+    out_grad, lse_grad, q, k, v, out, lse = rows
+    empty = lse == -math.inf
+    if not empty.any():
+        return rows
+    lse, lse_grad = lse.masked_fill(empty, math.inf), None if lse_grad is None else lse_grad.masked_fill(empty, 0)
+    out_grad, q, out = (x.masked_fill(empty.unsqueeze(-1), 0) for x in (out_grad, q, out))
+    # Zero times infinity is NaN.
+    k, v = (x.nan_to_num(math.nan) for x in (k, v))
+    return Rows(out_grad, lse_grad, q, k, v, out, lse)
+
+
 def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     """Return the part of a scale that multiplies the queries, or 1, and the rest for PyTorch's kernel.
 
@@ -46,10 +58,9 @@ def times(x: Tensor, part: float) -> Tensor:
     return x if part == 1 else x * part
 
 
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and natural-log lse. ``mask`` is added to the scores and broadcasts. Causal is upper left."""
     width = max(q.shape[-1], v.shape[-1])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         padded(q, width), padded(k, width), padded(v, width), is_causal=is_causal, attn_mask=mask, scale=scale
@@ -57,11 +68,32 @@ def flash_forward(
     return out[..., : v.shape[-1]], lse
 
 
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the output and natural-log lse. ``mask`` is added to the scores and broadcasts. Causal is upper left."""
+    out, lse = _flash(q, k, v, scale, mask, is_causal)
+    # PyTorch gives an lse of 0 to a row without a score above -inf.
+    empty, suspect = None, lse == 0
+    if mask is not None:
+        empty = (mask == -math.inf).all(-1)
+        suspect &= ~empty
+    if suspect.any():
+        # With one more key, of score 0, the lse of any other row becomes log(2). The first key is causal for all rows.
+        more = [F.pad(x, (0, 0, count, 0)) for x, count in ((q, is_causal), (k, 1), (v, 1))]
+        wider = None if mask is None else F.pad(mask, (1, 0))
+        lone = suspect & ~(_flash(*more, scale, wider, is_causal)[1][..., int(is_causal) :] > 0.5)
+        empty = lone if empty is None else lone | empty
+    if empty is not None:
+        lse, out = lse.masked_fill(empty, -math.inf), out.masked_fill(empty.unsqueeze(-1), 0)
+    return out, lse
+
+
 def flash_backward(
     rows: Rows, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. ``out`` and ``lse`` can be those of a softmax over more keys."""
-    out_grad, lse_grad, q, k, v, out, lse = rows
+    out_grad, lse_grad, q, k, v, out, lse = without_empty_rows(rows)
     width = max(q.shape[-1], v.shape[-1])
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)

@@ -141,25 +141,32 @@ class _Problem:
         """Return output and lse of queries ``rows`` and ``keys`` (numbers), in float64.
 
         Leading dimensions broadcast. Queries and keys that no pair keeps are replaced before use, and results are
-        selected, never multiplied by a mask. So a NaN there reaches neither results nor gradients.
+        selected, never multiplied by a mask. So a NaN there reaches neither results nor gradients. A row whose scores
+        are all -inf keeps no pair.
         """
         if not torch.compiler.is_compiling():
             settle_exponentials()
-        row_kept, key_kept = kept.any(-1, keepdim=True), kept.any(-2).unsqueeze(-1)
-        q, k, v = (torch.where(used, x.double(), 0.0) for used, x in ((row_kept, q), (key_kept, k), (key_kept, v)))
         # Dropout and ALiBi depend on positions, not on places in this call.
         query_at, key_at = self.positions(rows, keys)
         query_at = query_at[:, None]
-        scores = scale_of(self.q, self.scale) * (q @ k.mT)
-        if self.softcap:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.alibi_slopes is not None:
-            scores = scores - self.alibi_slopes.double()[head] * (query_at - key_at).abs()
-        if self.bias is not None:
-            bias = self.bias.double().expand(len(self.q), self.q.shape[1], -1, -1)
-            scores = scores + bias[batch, head, rows[:, None], keys]
+
+        def scores_of(q: Tensor, k: Tensor) -> Tensor:
+            scores = scale_of(self.q, self.scale) * (q @ k.mT)
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            if self.alibi_slopes is not None:
+                scores = scores - self.alibi_slopes.double()[head] * (query_at - key_at).abs()
+            if self.bias is not None:
+                bias = self.bias.double().expand(len(self.q), self.q.shape[1], -1, -1)
+                scores = scores + bias[batch, head, rows[:, None], keys]
+            return torch.where(kept, scores, -math.inf)
+
+        with torch.no_grad():
+            kept = kept & (scores_of(q.double(), k.double()) != -math.inf).any(-1, keepdim=True)
+        row_kept, key_kept = kept.any(-1, keepdim=True), kept.any(-2).unsqueeze(-1)
+        q, k, v = (torch.where(used, x.double(), 0.0) for used, x in ((row_kept, q), (key_kept, k), (key_kept, v)))
         # A row that keeps no keys gets finite scores, so its gradient is zero instead of NaN.
-        scores = torch.where(row_kept, torch.where(kept, scores, -math.inf), 0.0)
+        scores = torch.where(row_kept, scores_of(q, k), 0.0)
         lse = scores.logsumexp(-1, keepdim=True)
         weights = torch.where(kept, (scores - lse).exp(), 0.0)
         if self.sinks is not None:

@@ -212,6 +212,7 @@ def _attend_pages(
     weights = lse[pages.table].masked_fill(pages.absent, -math.inf)
     if sinks is not None:
         weights = torch.cat((weights, sinks.to(weights.dtype).expand(len(weights), 1, -1)), 1)
-    weights = weights.softmax(1)[:, : pages.table.shape[1]].unsqueeze(3)
+    # All pages of a row can have an lse of -inf, which softmax makes a NaN.
+    weights = weights.softmax(1).masked_fill(weights == -math.inf, 0)[:, : pages.table.shape[1]].unsqueeze(3)
     merged: Tensor = (weights * out[pages.table]).sum(1).to(query.dtype).unsqueeze(0)
     return merged

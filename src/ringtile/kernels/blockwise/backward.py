@@ -10,7 +10,7 @@ from ringtile.index import BlockIndex
 from ringtile.kernels.blockwise.chunks import Part, Work, add, additive, queries_of, read, whole_mask, works, write
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
 from ringtile.kernels.contracts import Added, Call, Rows, index_of
-from ringtile.kernels.cpu_flash import flash_backward, split_scale, times
+from ringtile.kernels.cpu_flash import flash_backward, split_scale, times, without_empty_rows
 
 
 class RowTiles(NamedTuple):
@@ -24,19 +24,14 @@ class RowTiles(NamedTuple):
 
     @classmethod
     def of(cls, work: Work, rows: Rows) -> Self:
-        """Return the share of the rows. Queries that do not exist are empty."""
+        """Return the share of `without_empty_rows`. Queries that do not exist are empty."""
         q, out_grad, out = (work.rows(x) for x in (rows.q, rows.out_grad, rows.out))
         lse_grad = None if rows.lse_grad is None else work.rows(rows.lse_grad)
-        return cls(q, out_grad, out, work.rows(rows.lse, -math.inf), lse_grad)
+        return cls(q, out_grad, out, work.rows(rows.lse, math.inf), lse_grad)
 
     def read(self, numbers: Tensor, dtype: torch.dtype) -> "RowTiles":
-        """Return the rows of a part. Empty rows have an lse of 0 and zeros elsewhere."""
-        found = [None if x is None else read(x, numbers.unsqueeze(1)).to(dtype) for x in self]
-        assert found[3] is not None
-        empty = found[3] == -math.inf
-        return RowTiles._make(
-            None if x is None else x.masked_fill(empty if x.ndim == 3 else empty.unsqueeze(-1), 0) for x in found
-        )
+        """Return the rows of a part."""
+        return RowTiles._make(None if x is None else read(x, numbers.unsqueeze(1)).to(dtype) for x in self)
 
     def delta(self) -> Tensor:
         """Return ``rowsum(out_grad * out)``, less the gradient of the lse."""
@@ -69,6 +64,7 @@ def _part_backward(work: Work, part: Part, rows: RowTiles, k: Tensor, v: Tensor)
 
 def backward(rows: Rows, call: Call, added: Added | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
+    rows = without_empty_rows(rows)
     q, k, v = rows.q, rows.k, rows.v
     index = index_of(call, q, k)
     mask = None if added is not None else whole_mask(index, q, call)

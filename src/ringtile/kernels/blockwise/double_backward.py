@@ -14,6 +14,7 @@ from ringtile.kernels.blockwise.backward import RowTiles, key_results
 from ringtile.kernels.blockwise.chunks import Part, Work, add, queries_of, read, works, write
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
 from ringtile.kernels.contracts import Call, Rows, index_of
+from ringtile.kernels.cpu_flash import without_empty_rows
 
 
 class _Columns(NamedTuple):
@@ -63,6 +64,7 @@ def double_backward(
     q_cot: Tensor, k_cot: Tensor, v_cot: Tensor, rows: Rows, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``<q_cot, dq> + <k_cot, dk> + <v_cot, dv>`` for out_grad, lse_grad, q, k and v."""
+    rows = without_empty_rows(rows)
     q, k, v, dtype = rows.q, rows.k, rows.v, rows.lse.dtype
     index = index_of(call, q, k)
     size = *q.shape[:2], index.n_rows * index.block
@@ -77,8 +79,7 @@ def double_backward(
         for parts in work.chunks(8):
             numbers = parts[0].rows
             mine = tiles.read(numbers, dtype)
-            empty = read(tiles.lse, numbers.unsqueeze(1)) == -math.inf
-            q_cots = read(cots, numbers.unsqueeze(1)).masked_fill(empty.unsqueeze(-1), 0).to(dtype)
+            q_cots = read(cots, numbers.unsqueeze(1)).masked_fill((mine.lse == math.inf).unsqueeze(-1), 0).to(dtype)
             # The first pass over the lists: a row's sums need all of its keys before any gradient is known.
             sums = mine.lse.new_zeros(3, *mine.lse.shape)
             for part in parts:

@@ -15,14 +15,10 @@ def _part_forward(work: Work, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tu
     if not work.on_flash:
         found = masked_scores(work, part, q, k)
         lse = found.scores.logsumexp(-1)
-        weights = found.weights(lse.masked_fill(lse == -math.inf, 0))
-        return matmul(found.dropped(weights), v), lse
-    keep = work.keep(part)
-    out, lse = flash_forward(q, k, v, scale=work.scale[1], mask=additive(keep, q.dtype))
-    if keep is not None:
-        empty = ~keep.any(-1)
-        lse, out = lse.masked_fill(empty, -math.inf), out.masked_fill(empty.unsqueeze(-1), 0)
-    return out, lse
+        empty = lse == -math.inf
+        out = matmul(found.dropped(found.weights(lse.masked_fill(empty, 0))), v)
+        return out.masked_fill(empty.unsqueeze(-1), 0), lse
+    return flash_forward(q, k, v, scale=work.scale[1], mask=additive(work.keep(part), q.dtype))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, added: Added | None = None) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,8 @@ def forward(
         top = top.masked_fill(top == -math.inf, 0)
         weights = (found.scores - top).exp()
         total = weights.sum(2, keepdim=True)
-        mixed = found.dropped(weights) @ piece.gathered(v, dtype) / total.masked_fill(total == 0, 1)
+        mixed = found.dropped(weights) @ piece.gathered(v, dtype) / total
+        mixed.masked_fill_(total == 0, 0)
         more = (total.log() + top).squeeze(2)
         merge_into(piece.of(out), piece.of(lse), mixed.transpose(0, 1), more.T)
     return out.to(q.dtype), lse
@@ -127,18 +128,19 @@ def backward(rows: Rows, lists: Lists, scale: float, call: Call | None = None) -
     k_total, v_total = (x.new_zeros((*x.shape[:2], x.shape[2] + 1, x.shape[3]), dtype=dtype) for x in (k, v))
     for piece in _pieces(q, k, v, lists):
         mine, grad = piece.mine(q, dtype), piece.mine(out_grad, dtype)
-        keys, empty = piece.gathered(k, dtype), ~piece.keep.unsqueeze(1)
+        keys, of_rows = piece.gathered(k, dtype), piece.mine(lse, dtype)
         found = piece.scores(mine, keys, scale, call)
-        of_rows = piece.mine(lse, dtype)
-        weights = found.weights(of_rows.masked_fill(of_rows == -math.inf, 0))
+        lone = (of_rows == -math.inf).unsqueeze(2)
+        weights = found.weights(of_rows.masked_fill(lone.squeeze(2), 0))
+        mine, grad = mine.masked_fill(lone, 0), grad.masked_fill(lone, 0)
         delta = (grad * piece.mine(out, dtype)).sum(2)
         if lse_grad is not None:
             delta -= piece.mine(lse_grad, dtype)
         grad_weights = found.dropped(grad @ piece.gathered(v, dtype).mT)
         grad_scores = found.through_softcap(weights * (grad_weights - delta.unsqueeze(2))) * scale
-        # Scores of rows without keys may be NaN.
-        grad_scores = grad_scores.masked_fill(empty, 0)
-        piece.of(q_total).add_((grad_scores @ keys).transpose(0, 1))
+        # Scores of rows without keys may be NaN, and 0 times a key of -inf is.
+        grad_scores = grad_scores.masked_fill(lone | ~piece.keep.unsqueeze(1), 0)
+        piece.of(q_total).add_((grad_scores @ keys).masked_fill_(lone, 0).transpose(0, 1))
         at = piece.batch, piece.key_head
         order = piece.tokens.flatten().sort(stable=True)
         bags = torch.bincount(order.values, minlength=k_total.shape[2]).cumsum(0).roll(1)

@@ -20,7 +20,7 @@ class Scores(NamedTuple):
     """``tanh(scores / softcap)`` before the mask."""
 
     def weights(self, lse: Tensor) -> Tensor:
-        """Return the softmax. An empty row has an lse of 0 here, so its weights are 0."""
+        """Return the softmax. An empty row has a finite lse or inf here, so its weights are 0."""
         return torch.exp(self.scores - lse.unsqueeze(-1))
 
     def dropped(self, weights: Tensor) -> Tensor:

@@ -150,7 +150,8 @@ def dq_kernel(
             lists, full_end, slow_full, part, later, i + 1, steps, C.BLOCK, C.BN, MIXED
         )
 
-    acc = acc * scale
+    # A gradient of 0 times a key of -inf is NaN.
+    acc = tl.where((lse != float("inf"))[:, None], acc * scale, 0.0)
     if C.SPLIT:
         if scratch >= 0:
             slot_rows = (bh.to(tl.int64) * scratch_stride + scratch) * room + sub * C.BM + tl.arange(0, C.BM)

@@ -17,7 +17,7 @@ def _attend(q, k, v, stay, top, total, acc, c, draw, n0, col, at, threshold, C: 
     s = tl.dot(q, k, input_precision=C.PRECISION)
     if MASKED:
         s = tl.where(stay, s, float("-inf"))
-    p, top, total, acc = tiles.online_softmax_step(s, c, top, total, acc, MASKED)
+    p, top, total, acc = tiles.online_softmax_step(s, c, top, total, acc)
     # The sum of the weights is that before dropout: the softmax does not know of it.
     p = tiles.survivors(p, draw, n0, col, at, threshold, C)
     return top, total, tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
@@ -71,7 +71,7 @@ def forward_kernel(
 
     BM: tl.constexpr = C.BM
     EP: tl.constexpr = C.EP
-    top = tl.full([BM], float("-inf"), tl.float32)
+    top = tl.full([BM], tiles.LOWEST, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, EP], tl.float32)
     draw = None
@@ -127,7 +127,7 @@ def forward_kernel(
         )
 
     empty = total == 0.0
-    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    acc = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
     if C.DROPOUT:
         acc = acc * dropout_scale
     lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) * natural + tl.log(tl.where(empty, 1.0, total)))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ringtile.kernels.triton.tiles import CHANGING, online_softmax_step, place_of, weights
+from ringtile.kernels.triton.tiles import CHANGING, LOWEST, online_softmax_step, place_of, weights
 
 _CHANGING = (
     *(*CHANGING, "kv_heads", "length", "groups", "indices_b", "limits_b", "first_query", "queries", "chunk"),
@@ -165,21 +165,21 @@ def forward_kernel(
     V += place_of(strides.v, b, h)
     BM: tl.constexpr = C.BM
     EP: tl.constexpr = C.EP
-    top = tl.full([BM], float("-inf"), tl.float32)
+    top = tl.full([BM], LOWEST, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, EP], tl.float32)
     for at in tl.range(first, last, C.BN, num_stages=C.STAGES):
         key, kept = _keys(entries, at, last, low, high, C)
         k = _pair(K, key * strides.k.n, kept, C)
         s = tl.where(kept[None, :], _product(q, k, C), float("-inf"))
-        p, top, total, acc = online_softmax_step(s, c, top, total, acc, True)
+        p, top, total, acc = online_softmax_step(s, c, top, total, acc)
         if C.SHARED:
             v = k[0]
         else:
             v = _rows(V, key * strides.v.n, kept, 0, C.EP, C.E)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
     empty = total == 0.0
-    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    acc = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
     lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) * natural + tl.log(tl.where(empty, 1.0, total)))
     _store(OUT, place_of(strides.o, b, head) + query.to(tl.int64) * strides.o.n, acc, exists, 0, C.EP, C.E)
     tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse, mask=exists)
@@ -214,6 +214,9 @@ def dq_kernel(
         dp = tl.dot(out_grad, tl.trans(v), input_precision=C.PRECISION)
         ds = tl.where(kept[None, :], p * (dp - delta[:, None]), 0.0)
         acc = _added(acc, ds.to(v.dtype), k, C)
+    # A gradient of 0 times a key of -inf is NaN.
+    has_score = (lse != float("inf"))[:, None]
+    acc = tl.where(has_score, acc[0], 0.0), tl.where(has_score, acc[1], 0.0)
     _store_pair(Q_GRAD, place * C.D, acc, exists, scale, C)
 
 

@@ -19,6 +19,10 @@ specializes on those that tell how statistics are aligned: unaligned reads would
 They are no tuple: Triton 3.6 specializes on each integer of a tuple, whatever ``do_not_specialize`` says."""
 
 
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The lowest finite float32: less this, a score of -inf is -inf, and its weight is 0."""
+
+
 class Lists(NamedTuple):
     """The lists of one side, rows or columns, as a kernel reads them. ``full``, ``part``: tiles of the other side."""
 
@@ -138,15 +142,12 @@ def seen_by(words, exists):
 
 
 @triton.jit
-def online_softmax_step(s, c, top, total, acc, MASKED: tl.constexpr):
-    """Weights of scores, with maxima, sums and outputs brought up to date. MASKED: a row may have no score yet."""
+def online_softmax_step(s, c, top, total, acc):
+    """Weights of scores, with maxima, sums and outputs brought up to date. The first maxima are `LOWEST`."""
     new_top = tl.maximum(top, tl.max(s, 1))
-    used_top = new_top
-    if MASKED:
-        used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     # Scaled after the difference: near the maximum the difference is exact, but a scaled maximum is rounded.
-    p = tl.exp2((s - used_top[:, None]) * c)
-    alpha = tl.exp2((top - used_top) * c)
+    p = tl.exp2((s - new_top[:, None]) * c)
+    alpha = tl.exp2((top - new_top) * c)
     return p, new_top, total * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from oracle import (
     SDPA_BUDGET,
@@ -690,6 +691,23 @@ def test_errors_within_the_budget_of_torchs(
     """Three times PyTorch's error in float32, a fifth of it in half precision."""
     inputs = make_inputs(1, 4, 320, head_dim=64, kv_heads=kv_heads, dtype=dtype, score_scale=score_scale)
     assert_within_budget(pattern, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(33, 65), (96, 64), (3, 7)], ids=str)
+def test_errors_of_another_value_width_within_the_budget_of_one_width(
+    dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """PyTorch's flash kernel knows one width. On others, PyTorch rounds less."""
+    inputs, pattern = make_inputs(1, 2, 200, head_dim=dims[0], value_dim=dims[1], dtype=dtype), Causal() & Window(50)
+    padded = Inputs(*(F.pad(x, (0, max(dims) - x.shape[3])) for x in inputs))
+    scale, expected = dims[0] ** -0.5, oracle(*inputs[:3], pattern, grad_out=inputs.grad_out)
+    theirs = sdpa_low_precision_error(*padded[:3], pattern, padded.grad_out, scale=scale)
+    assert theirs.operator == "_scaled_dot_product_flash_attention_for_cpu"
+    ours = attend(inputs, pattern)
+    assert relative_error(ours.out, expected.out) <= SDPA_BUDGET[dtype] * theirs.out
+    for name, error in theirs.grads.items():
+        assert relative_error(ours.grads[name], expected.grads[name]) <= SDPA_BUDGET[dtype] * error, name
 
 
 @pytest.mark.parametrize("level", [-20, -8, 0, 8, 20])

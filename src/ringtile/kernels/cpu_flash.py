@@ -58,21 +58,14 @@ def times(x: Tensor, part: float) -> Tensor:
     return x if part == 1 else x * part
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    width = max(q.shape[-1], v.shape[-1])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        padded(q, width), padded(k, width), padded(v, width), is_causal=is_causal, attn_mask=mask, scale=scale
-    )
-    return out[..., : v.shape[-1]], lse
-
-
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the output and natural-log lse. ``mask`` is added to the scores and broadcasts. Causal is upper left."""
-    out, lse = _flash(q, k, v, scale, mask, is_causal)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    width, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (padded(x, width) for x in (q, k, v))
+    out, lse = flash(q, k, v, is_causal=is_causal, attn_mask=mask, scale=scale)
     # PyTorch gives an lse of 0 to a row without a score above -inf.
     empty, suspect = None, lse == 0
     if mask is not None:
@@ -80,13 +73,14 @@ def flash_forward(
         suspect &= ~empty
     if suspect.any():
         # With one more key, of score 0, the lse of any other row becomes log(2). The first key is causal for all rows.
-        more = [F.pad(x, (0, 0, count, 0)) for x, count in ((q, is_causal), (k, 1), (v, 1))]
-        wider = None if mask is None else F.pad(mask, (1, 0))
-        lone = suspect & ~(_flash(*more, scale, wider, is_causal)[1][..., int(is_causal) :] > 0.5)
+        q, k, v = (F.pad(x, (0, 0, count, 0)) for x, count in ((q, int(is_causal)), (k, 1), (v, 1)))
+        mask = None if mask is None else F.pad(mask, (1, 0))
+        again = flash(q, k, v, is_causal=is_causal, attn_mask=mask, scale=scale)[1]
+        lone = suspect & ~(again[..., int(is_causal) :] > 0.5)
         empty = lone if empty is None else lone | empty
     if empty is not None:
         lse, out = lse.masked_fill(empty, -math.inf), out.masked_fill(empty.unsqueeze(-1), 0)
-    return out, lse
+    return out[..., :value_dim], lse
 
 
 def flash_backward(

@@ -307,6 +307,17 @@ def test_a_row_whose_scores_are_all_minus_inf_counts_as_empty(
     assert not any(x.any() for x in (out, *grads))
 
 
+def test_examples_of_vmap_share_the_limits_of_a_rule() -> None:
+    q, k, v = torch.randn(3, 3, 2, 2, 20, 8).unbind()
+    indices = torch.randint(0, 20, (3, 1, 1, 20, 6))
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, Causal() & Chosen(indices), backend="native")
+
+    each = [attended(*x) for x in zip(q, k, v, indices, strict=True)]
+    assert torch.equal(torch.vmap(attended)(q, k, v, indices), torch.stack(each))
+
+
 def test_the_future_changes_nothing() -> None:
     case = CASES["one key head, 16 heads"]
     inputs, lists = draw_inputs(case, torch.float32), draw_lists(case)

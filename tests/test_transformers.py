@@ -30,7 +30,7 @@ from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import PatternMask, pairs
 from ringtile.integrations.transformers.registry import OLDEST
 from ringtile.modules import replace_attention
-from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Segments, Window, per_head
+from ringtile.patterns import Causal, Documents, Elements, GlobalTokens, Pattern, Segments, Window, per_head
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
@@ -473,6 +473,70 @@ def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: 
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=0)
     grads = [torch.autograd.grad(output[mask].sum(), list(model.parameters())) for output in (expected, found)]
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+def only_odd(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return ((query + key) % 2 == 1) | (query == key)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "pattern", "given", "backend"),
+    [
+        pytest.param("Llama", "window(8) | global_tokens(4)", "right", "inductor", marks=pytest.mark.slow),
+        ("Mistral", per_head([Window(3), GlobalTokens(2), Segments(16), Window(9)]), "no", "one graph"),
+        ("Mistral", Elements(only_odd), "left", "eager"),
+        ("Llama", "window(8) | global_tokens(4)", "bool", "eager"),
+        pytest.param("BERT", "segments(16)", "float", "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_model_with_a_pattern(name: str, pattern: Any, given: str, backend: str) -> None:
+    made, config = config_of(name, num_hidden_layers=1)
+    model = use_ringtile(model_of(made, config, "eager"), pattern)
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(given)
+    of_pairs = mask[:, None, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    masks = {"no": None, "bool": of_pairs, "float": torch.where(of_pairs, 0.0, torch.finfo(torch.float32).min)}
+    counter = graph_counter()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        model,
+        fullgraph=backend != "eager",
+        backend="inductor" if backend == "inductor" else counter,
+        options={"compile_threads": 1} if backend == "inductor" else None,
+    )
+    inputs = {"input_ids": tokens, "attention_mask": masks.get(given, mask.long())}
+    with torch.no_grad():
+        found, expected = compiled(**inputs)[0], model(**inputs)[0]
+    tolerance = TOLERANCE if backend == "inductor" else 0
+    torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=tolerance)
+    assert backend != "one graph" or counter.frame_count == 1
+
+
+@pytest.mark.parametrize("padded", [pytest.param("no", marks=pytest.mark.slow), "left"])
+def test_a_compiled_step_of_a_sliding_cache_counts_from_the_first_token(padded: str) -> None:
+    made, config = config_of("Mistral", num_hidden_layers=1)
+    model = use_ringtile(model_of(made, config, "eager"), "window(8) | global_tokens(4)")
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(padded).long()
+    torch._dynamo.reset()
+    outs = []
+    for forward in (model, torch.compile(model, backend="eager")):
+        cache = hf.DynamicCache(config=config)
+        with torch.no_grad():
+            model(tokens[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+            outs.append(forward(tokens[:, -1:], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
+
+
+def test_a_model_without_sdpa_attends_to_all_keys_without_a_mask() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1}
+    text = dict(sizes, vocab_size=99, num_attention_heads=4, intermediate_size=32, max_position_embeddings=64)
+    parts = {"text_config": text, "vision_config": dict(sizes, image_size=32, patch_size=8)}
+    config = hf.BridgeTowerConfig(**sizes, num_attention_heads=4, **parts)
+    first, second = (model_of(hf.BridgeTowerModel, config, name) for name in ("eager", "ringtile"))
+    inputs = {"input_ids": torch.randint(5, 99, (1, 6)), "pixel_values": torch.randn(1, 3, 32, 32)}
+    with torch.no_grad():
+        expected, found = (model(**inputs, attention_mask=torch.ones(1, 6)) for model in (first, second))
+    torch.testing.assert_close(found.image_features, expected.image_features, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:While compiling, we found")

@@ -1,5 +1,6 @@
 """The attention function that transformers calls, on `ringtile.sparse_attention`."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union
 
@@ -133,18 +134,23 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
     """Return the pairs that a pattern keeps too. Its position 0 is the first real token of each batch element."""
     origins: tuple[int, ...] = (0,)
     if not moves_along(pattern):
-        if torch.compiler.is_compiling():
-            if kept.key_mask is not None:
-                message = "pattern counts tokens from the first real one: torch.compile needs padding on the right"
-                torch._assert_async(kept.key_mask[:, 0].all(), message)
-        else:
-            origins = tuple(lead - kept.first for lead in kept.leading or (0,))
+        real, leading = kept.real, kept.leading or (0,)
+        if real is not None and torch.compiler.is_compiling():
+            message = "pattern counts tokens from the first real one: torch.compile needs padding on the right"
+            torch._assert_async(real[:, 0].all(), message)
+        elif real is not None:
+            leading = tuple(real.long().argmax(1).tolist())
+        origins = tuple(lead - kept.first for lead in leading)
     # One origin serves all batch elements if it is the same for each.
     origins = origins[:1] if len(set(origins)) == 1 else origins
     mine = pattern if origins == (0,) else Shifted(pattern, origins)
     # Positions of the mask's rule and of the pattern agree, unless the mask was given as values with room after it.
     heads, n_queries = query.shape[1:3]
-    both = kept.pattern & mine if kept.pattern == Dense() or kept.start == int(kept.offset) else None
+    both: Pattern | None = None
+    if isinstance(kept.pattern, Dense):
+        both = mine
+    elif kept.start == int(kept.offset):
+        both = _joined(kept.pattern.text, mine.text) if torch.compiler.is_compiling() else kept.pattern & mine
     if n_queries == 1 and both is not None and (isinstance(kept.offset, Tensor) or both.text is None):
         # One query has a mask of keys, and needs no index.
         alike = pattern.num_heads is None and len({pattern.head_class(head) for head in range(heads)}) == 1
@@ -160,6 +166,17 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
     return kept._replace(pattern=both, start=offset)
 
 
+_intersected_outside_graphs = torch.compiler.disable(
+    intersected, reason="patterns without a text form need an index that is built outside graphs"
+)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _joined(first: str, second: str) -> Pattern:
+    """Return the pairs of two patterns in a graph, in which no method of a rule that was read can be called."""
+    return parse(first) & parse(second)
+
+
 def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is_causal: bool | None) -> KeptPairs:
     """Return the kept pairs of a call from its mask, or from the module's causality if there is no mask."""
     if isinstance(mask, PatternMask):
@@ -167,9 +184,19 @@ def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is
     if mask is not None:
         return kept_by_mask(mask, query, n_keys)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # Eager attention has its mask only, and models without another are written for it.
+    causal = causal and _has_sdpa(type(module))
     # Without a mask, the first query is at the first key, and a single query is the last one.
     start = 0 if query.shape[2] > 1 else n_keys - 1
     return KeptPairs(Causal() if causal else Dense(), start, None, start)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_sdpa(kind: type) -> bool:
+    """Return False if the models in the file of a class have no `sdpa` attention, which alone reads ``is_causal``."""
+    file = sys.modules[kind.__module__].__dict__
+    has = [getattr(x, "_supports_sdpa", None) for x in file.values() if getattr(x, "__module__", "") == kind.__module__]
+    return True in has or False not in has
 
 
 def check_arguments(options: Mapping[str, Any]) -> None:
@@ -222,7 +249,11 @@ def attend(
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
         if getattr(module, "compressor", None) is not None:
             raise ValueError(f"pattern: expected None for a layer with compressed keys, got {of_layer!r}")
-        kept = intersected(kept, of_layer, query, n_keys)
+        # A graph knows a pattern by its text, which has no padding and no keys that a sliding cache has dropped.
+        is_first = moves_along(of_layer) or (kept.first == 0 and kept.leading is None)
+        has_text = is_first and None not in (kept.pattern.text, of_layer.text)
+        in_graph = has_text or not torch.compiler.is_compiling()
+        kept = (intersected if in_graph else _intersected_outside_graphs)(kept, of_layer, query, n_keys)
     if packed_rows is not None:
         kept = _in_documents(kept, packed_rows)
     chosen = None if indices is None else Chosen(indices.unsqueeze(1))
@@ -231,7 +262,7 @@ def attend(
     if (chosen := learned(module, query, key, kept, chosen, options.get("scaling"))) is not None:
         kept = kept._replace(pattern=kept.pattern & chosen)
     softmax = softmax_of(query, key, options)
-    if query.shape[2] == 1 and kept.pattern == Dense():
+    if query.shape[2] == 1 and isinstance(kept.pattern, Dense):
         # Its place matters to ALiBi alone: no key is after it.
         kept = kept._replace(start=n_keys - 1)
     scores: dict[str, Any] = {} if bias_of is None else bias_of(query, key, kept.start)
@@ -249,9 +280,9 @@ def attend(
     elif kept.key_mask is not None and kept.key_mask.dim() == 3:
         out = _by_head(query, key, value, kept.key_mask, softmax | scores)
     else:
-        in_graph = kept.pattern.text is not None or not torch.compiler.is_compiling()
-        compute: Any = sparse_attention if in_graph else _outside_graphs
-        out = compute(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **softmax, **scores)
+        out = sparse_attention(
+            query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **softmax, **scores
+        )
     return out[..., :width].transpose(1, 2).contiguous(), out[..., width:] if weighs else None
 
 
@@ -265,12 +296,6 @@ def softmax_of(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> dict[s
         "softcap": options.get("softcap") or 0.0,
         "sinks": None if sinks is None else sinks.flatten(),
     }
-
-
-_outside_graphs = torch.compiler.disable(
-    sparse_attention,
-    reason="masks without a text form, such as packed rows, need an index that is built outside graphs",
-)
 
 
 @torch.compiler.disable(reason="attention that follows the content needs an index that is built outside graphs")  # type: ignore[untyped-decorator]

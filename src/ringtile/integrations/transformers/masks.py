@@ -42,6 +42,8 @@ class KeptPairs(NamedTuple):
     """Position of key 0 in the sequence: a sliding cache has dropped the keys before it."""
     leading: tuple[int, ...] | None = None
     """Number of padding tokens before the first real one, per batch element. None if there are none."""
+    real: Tensor | None = None
+    """``[B, N]`` bool, False for padding, from position 0 on: of a mask made in a graph, which cannot count it."""
     is_packed: bool = False
     """True if the model keeps packed documents apart and ``pattern`` does not, because it was read on a shard."""
 
@@ -421,7 +423,7 @@ def _pattern_mask(
         rule = Dense()
     else:
         start = offset = int(offset)
-    kept = KeptPairs(rule, start, key_mask, offset, kv_offset, leading)
+    kept = KeptPairs(rule, start, key_mask, offset, kv_offset, leading, padding if tracing else None)
     return carrier(kept, batch_size, q_length, kv_length, device)
 
 

@@ -540,3 +540,22 @@ def test_models_of_the_page_raise_in_their_first_call() -> None:
     with pytest.raises(ValueError, match="a bias on the scores is not supported"):
         attend(None, layer, query, query, query, torch.randn(1, 2, 9, 9))
     assert names == page()["refuses"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "argument"),
+    [
+        ("BLOOM", "BloomAttention", "cache"),
+        ("MPT", "MptAttention", "cache"),
+        ("DeBERTa-v2", "Disentangled", "query_states"),
+    ],
+)
+def test_an_argument_that_attention_does_not_know_is_refused(name: str, kind: str, argument: str) -> None:
+    model = use_ringtile(built(name))
+    layer = next(part for part in model.modules() if type(part).__name__.startswith(kind))
+    tokens, forward, more = torch.randint(3, 97, (1, 9)), layer.forward, {argument: None}
+    layer.__dict__["forward"] = lambda *given, **named: forward(*given, **named | more)
+    model(tokens)
+    more[argument] = torch.ones(1)
+    with pytest.raises(ValueError, match=f"^{argument}: expected None"):
+        model(tokens)

@@ -174,7 +174,7 @@ _intersected_outside_graphs = torch.compiler.disable(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _joined(first: str, second: str) -> Pattern:
     """Return the pairs of two patterns in a graph, in which no method of a rule that was read can be called."""
-    return parse(first) & parse(second)
+    return as_rule(first) & as_rule(second)
 
 
 def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is_causal: bool | None) -> KeptPairs:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from ringtile.functional.bias import Bias, ByKey, ByQuery, Grid, Relative
-from ringtile.integrations.transformers.by_hand import heads_of
+from ringtile.integrations.transformers.by_hand import heads_of, refuse_unknown
 from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, is_streamed, pattern_mask
 from ringtile.patterns import Pattern, Segments, from_mask
 
@@ -182,10 +182,12 @@ def _attend_bloom(
     alibi: Tensor,
     attention_mask: Any,
     layer_past: Any = None,
+    output_attentions: bool = False,
     **options: Any,
 ) -> _Result:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
 
+    refuse_unknown(options)
     if module.pretraining_tp > 1 and module.slow_but_exact:
         raise ValueError(f"slow_but_exact: expected False, got True with {module.pretraining_tp=}")
     query, key, value = module._reshape(module.query_key_value(hidden_states))
@@ -203,7 +205,7 @@ def _attend_bloom(
             numbers = alibi.view(len(key), module.num_heads, -1, 1)
             scores = _biased(ByKey(numbers, alibi.new_full((1, 1, 1), 1 / module.inv_norm_factor), 0))
     heads, dropout = (query, key, value), module.attention_dropout.p
-    asked = {"output_attentions": options["output_attentions"]}
+    asked = {"output_attentions": output_attentions}
     out, weights = _attend(module, heads, attention_mask, module.inv_norm_factor, dropout, scores, asked)
     return dropout_add(module.dense(out), residual, module.hidden_dropout, module.training), weights
 
@@ -216,6 +218,7 @@ def _attend_mpt(
     attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    refuse_unknown(options)
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
         mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -258,6 +261,7 @@ def _attend_deberta(
 ) -> _Result:
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
+    refuse_unknown(options)
     head_dim, tokens = module.attention_head_size, hidden_states.shape[1]
     query, key, value = heads_of(hidden_states, head_dim, module.query_proj, module.key_proj, module.value_proj)
     kinds = [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]

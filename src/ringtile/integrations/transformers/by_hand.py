@@ -1,7 +1,7 @@
 """Models whose attention is written by hand, Longformer and BigBird: it is replaced, with the same weights."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MethodType
 from typing import Any
@@ -16,6 +16,17 @@ from ringtile.patterns import Blocks, Window
 def heads_of(x: Tensor, head_dim: int, *projections: nn.Module) -> list[Tensor]:
     """Return the heads ``[..., H, N, D]`` of projections of hidden states ``[..., N, E]``."""
     return [project(x).unflatten(-1, (-1, head_dim)).transpose(-2, -3) for project in projections]
+
+
+_WITHOUT_EFFECT = {"cache_position", "position_ids", "use_cache"}
+"""Arguments that change nothing in attention: the keys and their mask say the same."""
+
+
+def refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Raise ValueError that names an argument which attention in place of a model's own would drop."""
+    for name, x in options.items():
+        if x is not None and x is not False and name not in _WITHOUT_EFFECT:
+            raise ValueError(f"{name}: expected None in use_ringtile, got {type(x).__name__}; use 'eager' attention")
 
 
 def _attend_longformer(
@@ -67,8 +78,7 @@ def _attend_big_bird(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return the output ``[B, N, E]`` of a ``BigBirdBlockSparseAttention``, and None (arXiv:2007.14062)."""
-    if options.get("output_attentions"):
-        raise ValueError("output_attentions: expected False for big_bird in use_ringtile, got True")
+    refuse_unknown(options)
     batch, tokens, _ = hidden_states.shape
     if tokens % self.block_size or to_mask is None or from_mask is None:
         raise ValueError(

@@ -612,9 +612,15 @@ def test_wrong_arguments_are_named() -> None:
         ({"budget": 0.2}, r"budget: expected a Budget, such as Density\(0.25\), or a Controller, got 0.2"),
         ({"min_length": 0.5}, "min_length: expected an integer of at least 0, got 0.5"),
         ({"key_mask": torch.ones(2, 99, dtype=torch.bool)}, r"key_mask: expected shape \(2, 100\) on cpu, got"),
-        ({"base": build_index(Causal(), 99)}, r"base: expected an index with n_queries=100, n_keys=100, got index.n_queries=99"),
+        (
+            {"base": build_index(Causal(), 99)},
+            r"base: expected an index with n_queries=100, n_keys=100, got index.n_queries=99",
+        ),
         ({"base": build_index(Causal(), 100), "is_causal": True}, "is_causal: not supported with a BlockIndex"),
-        ({"base": build_index(Causal(), 100, num_heads=2).restricted(torch.ones(1, 2, 1, 1) > 0)}, r"base: expected groups \[1 or 2, 1 or 4\]"),
+        (
+            {"base": build_index(Causal(), 100, num_heads=2).restricted(torch.ones(1, 2, 1, 1) > 0)},
+            r"base: expected groups \[1 or 2, 1 or 4\]",
+        ),
         ({"budget": Density((0.1, 0.2))}, "density: expected one number, or one for each of 4 heads"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,22 @@ def test_positions_that_matter_stay_those_of_rows() -> None:
         assert relative_error(found, causal.softmax(3) @ v) < 1e-12
     last = sparse_attention(q[:, :, -7:], k, v, pattern)
     assert relative_error(last, (scores.softmax(3) @ v)[:, :, -7:]) < 1e-12
+
+
+def test_a_grid_and_text_tokens_are_merged() -> None:
+    page = (Path(__file__).parents[1] / "docs/patterns/neighborhood.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0].partition("\n\nq, k, v")[0], names)
+    kept = torch.ones(581, 581, dtype=torch.bool)
+    kept[:576, :576] = listed(*MOVED)
+    leaves = [torch.randn(1, 2, 581, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    q, k, v = leaves
+    expected = (q @ k.mT * 8**-0.5).masked_fill(~kept, -torch.inf).softmax(3) @ v
+    found, cotangent = names["attend"](q, k, v, Neighborhood(*MOVED), 576), torch.randn_like(expected)
+    assert relative_error(found, expected) < 1e-12
+    grads = [torch.autograd.grad(x, leaves, cotangent) for x in (found, expected)]
+    for mine, theirs in zip(*grads, strict=True):
+        assert relative_error(mine, theirs) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,10 @@ RULES: dict[str, tuple[Pattern | Tensor, Tensor]] = {
     "mask": (from_mask(MASK), MASK),
     "lists": (Chosen(LISTS), LISTED),
     "lists and a window": (Causal() & (Window(5) | Chosen(LISTS)), PAST & (NEAR | LISTED)),
+    "lists or a function": (
+        Chosen(LISTS) | Elements(lambda h, i, j: (i + j) % 3 == 0),
+        LISTED | ((QUERY + KEY) % 3 == 0),
+    ),
     "neighborhood": (Neighborhood(MOVED, 2, 8), grid_keep(MOVED, 2, 8)),
     "neighborhood of three axes": (Neighborhood((8, 8, 4), 2, 2), grid_keep((8, 8, 4), 2, 2)),
     "causal neighborhood": (
@@ -175,6 +179,9 @@ def refusal(name: str, option: str, path: str) -> str | None:
     """Return a word of the error of a call that a path does not compute, or None if it computes it."""
     if option == "start" and path == "one rank":
         return "start"
+    if name == "lists or a function" and path != "reference":
+        # Two query heads share a key head, and a function can differ by head.
+        return "repeat the keys and values|got Chosen|bias|start"
     if name.startswith("lists") and path in ("slices", "tiles of 16"):
         return "bias|got Chosen"
     if option.startswith("bias") and (path in ("slices", "one rank") or name.startswith("lists")):

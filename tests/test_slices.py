@@ -186,7 +186,10 @@ def test_a_module_attends_in_slices() -> None:
         ({"alibi_slopes": torch.ones(16)}, "alibi_slopes: expected 8 entries"),
         ({"pattern": per_head([Window(1)] * 16)}, "num_heads: .*written for 16, got"),
         ({"pattern": Documents(ids=torch.zeros(4, TOKENS).int())}, "batch: .*written for 4, got"),
-        ({"pattern": build_index(per_head([*map(Window, range(9))]), TOKENS, num_heads=9)}, r"pattern: expected groups .* got index.group.shape=torch.Size\(\[1, 9\]\)"),
+        (
+            {"pattern": build_index(per_head([*map(Window, range(9))]), TOKENS, num_heads=9)},
+            r"pattern: expected groups .* got index.group.shape=torch.Size\(\[1, 9\]\)",
+        ),
         ({"enable_gqa": False}, "key: expected"),
     ],
 )

@@ -107,7 +107,8 @@ def _lists_of_heads(filters: list[Pattern], heads: int, groups: int, key_heads: 
         if all(kinds[head] == kinds[head // size * size] for head in range(heads)):
             return list(range(0, heads, size))
     raise ValueError(
-        "pattern: expected a rule that is the same for all query heads of a key head, to join it with Chosen"
+        "pattern: expected a rule that is the same for all query heads of a key head, to join it with Chosen, got one "
+        "by query head, as Elements counts: repeat the keys and values, or use backend='reference'"
     )
 
 

@@ -24,8 +24,9 @@ from pairs import all_pairs
 from tiny import BIASED, DECODER, ENCODER, JOINED, MODELS, SPARSE, VISION, WINDOWED, config_of, hf, masking_utils
 from torch import Tensor, nn
 
+from ringtile import sparse_attention
 from ringtile.index import cache_info
-from ringtile.integrations.transformers import register, use_ringtile
+from ringtile.integrations.transformers import by_hand, register, use_ringtile
 from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import PatternMask, pairs
 from ringtile.integrations.transformers.registry import OLDEST
@@ -652,10 +653,27 @@ def test_a_longformer_keeps_its_weights_and_its_results(kind: str, tokens_at: tu
     at_global[:2, list(tokens_at)] = 1
     at_global &= mask
     inputs = {"attention_mask": mask.long(), "global_attention_mask": at_global}
-    assert_equal_models(*models, mask, input_ids=tokens, **inputs)
+    # Rows of padding, too: their attention is 0.
+    assert_equal_models(*models, torch.ones_like(mask), input_ids=tokens, **inputs)
     other = model_of(hf.LongformerForMaskedLM, hf.LongformerConfig(**LONGFORMER), "eager")
     other.load_state_dict(models[1].state_dict())
     assert use_ringtile(models[1]) is models[1]
+
+
+def test_a_longformer_drops_weights_of_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def seeing(*args: Any, dropout_p: float, **options: Any) -> Any:
+        seen.append(dropout_p)
+        return sparse_attention(*args, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(by_hand, "sparse_attention", seeing)
+    model = use_ringtile(hf.LongformerModel(hf.LongformerConfig(**LONGFORMER | {"attention_probs_dropout_prob": 0.25})))
+    ids = torch.randint(3, 97, (1, 32))
+    layers = len(model.encoder.layer)
+    model.train()(ids, global_attention_mask=torch.arange(32).unsqueeze(0) == 0)
+    model.eval()(ids)
+    assert seen == [0.25] * 3 * layers + [0.0] * layers
 
 
 def test_a_longformer_refuses_what_it_cannot_compute() -> None:
@@ -682,7 +700,8 @@ def test_a_big_bird_keeps_its_weights_and_its_results(tokens: int, block: int, i
     assert names[0] == names[1]
     mask = torch.ones(2, tokens, dtype=torch.bool)
     mask[0, tokens - 50 :] = False
-    assert_equal_models(*models, mask, input_ids=torch.randint(3, 97, (2, tokens)), attention_mask=mask.long())
+    every = torch.ones_like(mask)
+    assert_equal_models(*models, every, input_ids=torch.randint(3, 97, (2, tokens)), attention_mask=mask.long())
     assert models[1].bert.attention_type == "block_sparse"
 
 
@@ -1019,7 +1038,7 @@ def test_the_page_lists_the_models_that_are_tested() -> None:
     listed = [name for row in table[1:] for name in row.strip().split(", ")]
     biased = {name.partition(", ")[0] for name in BIASED | WINDOWED | JOINED}
     assert set(listed) >= set(MODELS) | biased
-    assert len(MODELS) + len(SPARSE) + len(biased) == len(listed)
+    assert len(MODELS) + len(SPARSE) + len(biased) + len(COMPUTE_WITH_THEIR_MASK) == len(listed)
 
 
 @pytest.mark.parametrize("name", ["", Window(4), "flash_ringtile", "my/ringtile", "ringtile|paged", "use_ringtile"])

@@ -254,9 +254,8 @@ class _Chosen:
 def _attend_chosen(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    chosen = getattr(module, KEPT, None)
-    if chosen is None:
-        _refuse_new(module, None)
+    _refuse_new(module, None)
+    chosen: _Chosen = getattr(module, KEPT)
     if chosen.pack and options.get(ROWS) is None:
         raise ValueError(f"pack: expected a call of the whole model, got one of {type(module).__name__} without rows")
     how = {"by": chosen.attend, "decode": chosen.decode, **options}

@@ -174,7 +174,7 @@ template <class P> void head_item(const ringtile_call &c, int64_t item, typename
     } else {
         // A gradient of 0 times a key of -inf is NaN.
         for (int64_t at = item * heads_a_key * c.n_queries; at < (item + 1) * heads_a_key * c.n_queries; at++)
-            if (((const T *)c.lse)[at] == -infinity<T>()) clear((T *)c.backward.q_grad + at * c.head_dim, c.head_dim);
+            if (((const T *)c.lse)[at] == -infinity<T>()) clear((T *)c.backward.q_sums + at * c.head_dim, c.head_dim);
     }
 }
 

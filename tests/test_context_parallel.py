@@ -426,15 +426,16 @@ def test_a_rank_without_tokens_is_refused_and_smaller_units_help() -> None:
     models = [new_model("Mistral") for _ in range(2)]
 
     def run(rank: int) -> None:
-        short = {"input_ids": IDS, "labels": IDS}
+        short = {"input_ids": IDS[:, :100], "labels": IDS[:, :100]}
+        large = context_parallel(models[rank], None, lambda n: Layout.contiguous(n, 2, unit=128))
         with pytest.raises(
             ValueError, match=r"layout: expected tokens at every rank, got none at \[0\] from 100 tokens"
         ):
-            context_parallel(models[rank], None, "contiguous").shard_batch({"input_ids": IDS[:, :100]})
-        cp = context_parallel(models[rank], None, lambda n: Layout.zigzag(n, 2, unit=16))
+            large.shard_batch(short)
+        cp = context_parallel(models[rank], None, "zigzag")
         assert models[rank](**cp.shard_batch(short)).loss.isfinite()
         wrong = context_parallel(models[rank], None, lambda n: Layout.contiguous(n, 3))
-        with pytest.raises(ValueError, match="layout: expected one of 300 tokens for 2 ranks, got Layout"):
+        with pytest.raises(ValueError, match="layout: expected one of 100 tokens for 2 ranks, got Layout"):
             wrong.shard_batch(short)
 
     on_ranks(2, run)

@@ -725,6 +725,19 @@ def test_ranks_that_need_other_gradients_are_named_before_data_moves(transport: 
     assert found == [sides] * 3
 
 
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_no_rank_is_empty_unless_you_set_the_unit(name: str) -> None:
+    """Zigzag gives each rank two chunks. Units of 128 tokens stay where they leave a token for each rank."""
+    make = getattr(Layout, name)
+    for n_ranks in (1, 3, 4, 5):
+        for n_tokens in (10, 11, 100, 128, 129, 300, 600, 768, 1024, 5000):
+            whole, layout = make(n_tokens, n_ranks, unit=128), make(n_tokens, n_ranks)
+            assert all(layout.runs)
+            assert layout == whole or not all(whole.runs)
+    assert not all(make(100, 4, unit=128).runs)
+    assert [make(1, 2).size(rank) for rank in range(2)] in ([0, 1], [1, 0])
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

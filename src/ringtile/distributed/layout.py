@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -46,40 +46,53 @@ class Layout:
             raise ValueError(f"runs: expected each of {self.n_tokens} tokens at exactly one rank, got {self.runs!r}")
 
     @classmethod
-    def contiguous(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Self:
-        """Give each rank one run. ``unit`` tokens stay together.
+    def _filled(cls, make: Callable[..., Self], n_tokens: int, n_ranks: int) -> Self:
+        """Cut the tokens into units of 128, or into smaller units if a rank would be empty."""
+        layout = make(n_tokens, n_ranks, unit=128)
+        return layout if all(layout.runs) else make(n_tokens, n_ranks, unit=max(1, n_tokens // (2 * n_ranks)))
 
+    @classmethod
+    def contiguous(cls, n_tokens: int, n_ranks: int, *, unit: int | None = None) -> Self:
+        """Give each rank one run.
+
+        ``unit`` tokens stay together: by default 128, or fewer if a rank would be empty. All layouts have this default.
         Windows and documents need the least traffic. Under a causal rule the last rank has the most work. Tiles stay
         whole if ``unit`` is a multiple of 128. With ``unit=1`` ranks hold equally many tokens.
 
         >>> Layout.contiguous(1000, 3).runs
         (((0, 256),), ((256, 640),), ((640, 1000),))
         """
+        if unit is None:
+            return cls._filled(cls.contiguous, n_tokens, n_ranks)
         bounds = _bounds(n_tokens, n_ranks, unit)
         return cls(n_tokens, tuple((run,) for run in pairwise(bounds)))
 
     @classmethod
-    def zigzag(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Self:
+    def zigzag(cls, n_tokens: int, n_ranks: int, *, unit: int | None = None) -> Self:
         """Cut the tokens into 2 P chunks, and give rank r the chunks r and 2 P - 1 - r.
 
         Under a causal rule all ranks have the same work. PyTorch calls it head-tail.
+
+        >>> Layout.zigzag(100, 2).runs
+        (((0, 25), (75, 100)), ((25, 75),))
         """
+        if unit is None:
+            return cls._filled(cls.zigzag, n_tokens, n_ranks)
         chunks = list(pairwise(_bounds(n_tokens, 2 * n_ranks, unit)))
         return cls(n_tokens, tuple((chunks[rank], chunks[-1 - rank]) for rank in range(n_ranks)))
 
     @classmethod
-    def striped(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Self:
+    def striped(cls, n_tokens: int, n_ranks: int, *, unit: int | None = None) -> Self:
         """Give rank r every P-th unit of tokens, from unit r on.
 
         >>> Layout.striped(10, 2, unit=2).runs
         (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8)))
         """
+        if unit is None:
+            return cls._filled(cls.striped, n_tokens, n_ranks)
         _bounds(n_tokens, n_ranks, unit)
-        starts = range(0, n_tokens, unit)
-        return cls(
-            n_tokens,
-            tuple(tuple((x, min(x + unit, n_tokens)) for x in starts[rank::n_ranks]) for rank in range(n_ranks)),
-        )
+        runs = list(pairwise([*range(0, n_tokens, unit), n_tokens]))
+        return cls(n_tokens, tuple(tuple(runs[rank::n_ranks]) for rank in range(n_ranks)))
 
     @property
     def n_ranks(self) -> int:

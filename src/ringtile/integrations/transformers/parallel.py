@@ -239,8 +239,8 @@ class ContextParallel:
             raise ValueError(f"layout: expected one of {n_tokens} tokens for {self.size} ranks, got {found!r}")
         if empty := [rank for rank in range(self.size) if not found.size(rank)]:
             raise ValueError(
-                f"layout: expected tokens at every rank, got none at {empty} from {n_tokens} tokens; pad the rows, or "
-                "pass a function that cuts them into smaller units, such as lambda n: Layout.zigzag(n, ranks, unit=16)"
+                f"layout: expected tokens at every rank, got none at {empty} from {n_tokens} tokens; pad the "
+                "rows, or cut them into smaller units"
             )
         return found
 

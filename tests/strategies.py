@@ -23,6 +23,7 @@ from ringtile.patterns import (
     Strided,
     TileGrid,
     Window,
+    per_document,
     per_head,
 )
 
@@ -70,12 +71,14 @@ def worded_patterns(grid: TileGrid | None = None) -> SearchStrategy[Pattern]:
         st.builds(BlockDilated, rates, st.integers(0, 4), units),
         st.builds(Strided, st.integers(1, 300)),
         st.builds(GlobalTokens, sizes),
+        st.builds(GlobalTokens, st.lists(sizes, min_size=1, max_size=4)),
         st.builds(RandomBlocks, st.integers(0, 6), st.integers(0, 2**64 - 1), units.filter(lambda unit: unit > 1)),
         sampled_blocks(units),
         st.builds(Segments, st.integers(1, 300), st.sampled_from([1, 1, 2, 3, 17, 150]), st.integers(0, 5)),
     ]
     if grid is not None and 0 <= grid.start <= grid.n_keys - grid.n_queries:
-        options.append(st.builds(Documents, document_lengths(grid.n_keys)))
+        lengths = document_lengths(grid.n_keys)
+        options += [st.builds(per_document, st.one_of(options), lengths), st.builds(Documents, lengths)]
     return st.one_of(options)
 
 

@@ -222,6 +222,13 @@ def test_a_pattern_counts_from_the_first_real_token_of_the_whole_row() -> None:
     assert error_of(found, expected("Mistral", torch.float32, "left"), "left")[0] > 0.01
 
 
+def test_a_pattern_begins_anew_in_each_document_of_the_whole_row() -> None:
+    pattern = Window(30) | GlobalTokens(5)
+    wanted = step_alone(use_ringtile(new_model("Mistral"), pattern), "packed")
+    found = step_shared([new_model("Mistral") for _ in range(2)], "packed", "zigzag", pattern=pattern)
+    assert max(error_of(found, wanted, "packed")) < 1e-5
+
+
 def test_dropout_of_attention_is_that_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     # Threads share a generator of seeds, and processes with one seed draw the same.
     monkeypatch.setattr(attention, "drawn_seed", lambda seed, query: torch.tensor([query.shape[1] + 11]))

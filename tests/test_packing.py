@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringtile.adaptive import AdaptiveAttention, Blend, Choice, Density
 from ringtile.integrations.transformers import packing, use_ringtile
-from ringtile.patterns import GlobalTokens, Window
+from ringtile.patterns import GlobalTokens, Pattern, Segments, Window
 
 # Of torch's own tracing of a Function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
@@ -198,21 +198,16 @@ def test_rows_without_padding_stay_as_they_are(name: str, mask: Tensor | None) -
     assert seen_rows(second, **inputs) == (3, TOKENS)
 
 
-def test_a_pattern_of_distances_is_kept_in_each_row() -> None:
-    model = model_of("bert")
-    inputs = batch_of(real := padding("right"))
-    expected = use_ringtile(copy.deepcopy(model), Window(7))(**inputs)[0]
-    found = packed(model, pattern=Window(7))(**inputs)[0]
+@pytest.mark.parametrize("kind", ["no", "left", "right"])
+@pytest.mark.parametrize("pattern", [Window(7), Window(7) | GlobalTokens([0, 9]), Segments(8)])
+def test_a_pattern_is_kept_in_each_row(pattern: Pattern, kind: str) -> None:
+    model = model_of("llama")
+    real = torch.ones(3, TOKENS, dtype=torch.bool) if kind == "no" else padding(kind)
+    inputs = batch_of(real)
+    expected = use_ringtile(copy.deepcopy(model), pattern)(**inputs, use_cache=False)[0]
+    found = packed(model, pattern=pattern)(**inputs)[0]
     assert ((found - expected)[real]).abs().max() <= TOLERANCE
-    assert ((found - both("bert")[0](**inputs)[0])[real]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["no", "right"])
-def test_a_pattern_that_counts_positions_is_refused(kind: str) -> None:
-    model = packed(model_of("bert"), pattern=Window(7) | GlobalTokens(2))
-    real = torch.ones(3, TOKENS, dtype=torch.bool) if kind == "no" else padding("right")
-    with pytest.raises(ValueError, match=r"^pack: expected a rule of distances, the same in each row, got .*global_"):
-        model(**batch_of(real))
+    assert ((found - both("llama")[0](**inputs)[0])[real]).abs().max() > 1e-3
 
 
 def test_a_trainer_gives_the_number_of_its_tokens() -> None:

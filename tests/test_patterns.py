@@ -8,6 +8,7 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from ringtile.patterns import (
     longnet_union,
     offsets,
     parse,
+    per_document,
     per_head,
     streaming,
 )
@@ -230,6 +232,7 @@ DEFINITIONS: dict[str, Rule] = {
     ),
     "strided(5)": lambda i, j: abs(i - j) < 5 or (i - j) % 5 == 0,
     "global_tokens(2)": lambda i, j: i < 2 or j < 2,
+    "global_tokens([3, 4, 17])": lambda i, j: i in (3, 4, 17) or j in (3, 4, 17),
     "sampled_blocks(1, 3, 8, block=4)": lambda i, j: i // 8 != j // 8 and (i // 8 - j // 4) % 3 < 1,
     "sampled_blocks(2, 5, 4, 12, block=2)": lambda i, j: (
         i // 4 != j // 4 and i // 12 == j // 12 and (i // 4 - j // 2) % 5 < 2
@@ -250,6 +253,56 @@ def test_documents_rule() -> None:
     number = [0] * 3 + [1] * 4 + [2] * 1
     expected = torch.tensor([[a == b for b in number] for a in number])
     assert torch.equal(kept_of(Documents([3, 4, 1]), 8), expected)
+
+
+BEGINS_ANEW = {
+    "global tokens": (GlobalTokens([0, 5]), lambda h, i, j: i in (0, 5) or j in (0, 5)),
+    "segments by head": (Segments(7, 2), lambda h, i, j: i // 7 == j // 7 and i % 7 % 2 == j % 7 % 2 == h % 2),
+    "all signs": (
+        Causal() & (Window(2) | GlobalTokens(1)) & ~BlockDilated([2], 1, block=3),
+        lambda h, i, j: j <= i and (j >= i - 2 or j < 1) and (i // 3 - j // 3) not in (-2, 0, 2),
+    ),
+    "heads": (
+        per_head([GlobalTokens(2), Segments(4)]),
+        lambda h, i, j: i // 4 == j // 4 if h else i < 2 or j < 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEGINS_ANEW)
+def test_a_pattern_begins_anew_in_each_document(name: str) -> None:
+    inner, rule = BEGINS_ANEW[name]
+    rows = ([5, 1, 23, 11], [16, 24], [40])
+    number = torch.stack([torch.repeat_interleave(torch.tensor(lengths)) for lengths in rows])
+    pattern = per_document(inner, Documents(ids=number))
+    for batch, lengths in enumerate(rows):
+        begins = [
+            begin for length, begin in zip(lengths, (0, *accumulate(lengths)), strict=False) for _ in range(length)
+        ]
+        for head in (0, 1):
+            expected = torch.tensor(
+                [
+                    [begins[i] == begins[j] and rule(head, i - begins[i], j - begins[j]) for j in range(40)]
+                    for i in range(9, 40)
+                ]
+            )
+            one = pattern.batch_row(batch)
+            assert one == per_document(inner, Documents(cu_seqlens=torch.tensor((0, *accumulate(lengths)))))
+            assert torch.equal(kept_of(one, 31, 40, start=9, head=head), expected)
+            check_tiles(one, TileGrid(16, 9, 31, 40), head)
+            index = build_index(pattern, 31, 40, start=9, num_heads=2, batch=3).to_dense().expand(3, 2, -1, -1)
+            assert torch.equal(index[batch, head], expected)
+
+
+def test_a_pattern_per_document_of_a_long_row_has_few_tiles_and_classes() -> None:
+    lengths = [100_000, 300, 7, 900_000, 48_269]
+    pattern = per_document(Causal() & (Window(512) | GlobalTokens([0, 17])), lengths)
+    rows, grid = torch.arange(LONG.n_rows), LONG
+    cover = pattern.cover(0, rows, grid).disjoint(grid.n_cols)
+    assert cover.size() <= 9 * grid.n_rows
+    row = torch.repeat_interleave(cover.row, cover.hi - cover.lo)
+    col = torch.cat([torch.arange(lo, hi) for lo, hi in zip(cover.lo.tolist(), cover.hi.tolist(), strict=True)])
+    assert len(pattern.tile_class(0, row, col, grid).unique()) < 100
 
 
 def test_segments_take_their_turns_by_head() -> None:
@@ -387,6 +440,8 @@ EVERY_SIZE = {
     "segments": lambda size: Segments(size + 1),
     "dilated segments": lambda size: Segments(size + 1, 3),
     "documents": lambda size: Documents([5, size, 75 - size]),
+    "global tokens anywhere": lambda size: GlobalTokens([size, size + 1, 2 * size, 60]),
+    "per document": lambda size: per_document(Window(3) | GlobalTokens([20]), [5, size, 75 - size]),
 }
 
 
@@ -879,6 +934,10 @@ def test_a_pattern_has_no_truth_value(combine: Callable[[Pattern, Pattern], obje
         (lambda: BlockDilated([1], -1), "reach=-1"),
         (lambda: Strided(0), "stride=0"),
         (lambda: GlobalTokens(-1), "tokens=-1"),
+        (lambda: GlobalTokens([3, -1]), "tokens=-1"),
+        (lambda: GlobalTokens([]), r"tokens=\[\]"),
+        (lambda: per_document(Window(3), 4), "lengths=4"),  # type: ignore[arg-type]
+        (lambda: per_document(Causal, [4]), "pattern: expected a Pattern or its text"),  # type: ignore[arg-type]
         (lambda: RandomBlocks(-1), "per_row=-1"),
         (lambda: RandomBlocks(1, seed=-1), "seed=-1"),
         (lambda: RandomBlocks(1, seed=2**64), "seed=18446744073709551616"),

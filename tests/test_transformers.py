@@ -396,6 +396,29 @@ def test_a_pattern_counts_from_the_first_real_token(kind: str, padded: str, patt
     torch.testing.assert_close(found * real, expected * real, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens", "both"])
+@pytest.mark.parametrize("pattern", [Window(5) | GlobalTokens([0, 6]), per_head([Segments(8), GlobalTokens(2)] * 2)])
+def test_a_pattern_begins_anew_in_each_packed_document(pattern: Pattern, by: str) -> None:
+    model, sparse = eager_and_sparse("Llama", pattern)
+    rows = [[20, 1, 33, 7], [40, 21]][: 2 if by == "position_ids" else 1]
+    tokens = torch.randint(3, 97, (len(rows), TOKENS))
+    places = [torch.cat([torch.arange(n) for n in lengths]) for lengths in rows]
+    documents = [torch.repeat_interleave(torch.tensor(lengths)) for lengths in rows]
+    head = torch.arange(4)[:, None, None]
+    kept = torch.stack([pattern.allowed(head, place[:, None], place) for place in places])
+    kept &= torch.stack([(of[:, None] == of) & (at[:, None] >= at) for of, at in zip(documents, places, strict=True)])[
+        :, None
+    ]
+    given = {"position_ids": torch.stack(places), "use_cache": False}
+    expected = model(tokens, attention_mask=torch.zeros(kept.shape).masked_fill(~kept, -1e30), **given).logits
+    if by != "position_ids":
+        bounds = torch.tensor([0, 20, 21, 54, 61])
+        given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 33, "max_length_k": 33}
+    if by == "cu_seq_lens":
+        given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.long)
+    torch.testing.assert_close(sparse(tokens, **given).logits, expected, rtol=0, atol=TOLERANCE)
+
+
 def eager_and_sparse(name: str, pattern: Pattern) -> tuple[Any, Any]:
     made, config = MODELS[name]()
     return model_of(made, config, "eager"), use_ringtile(model_of(made, config, "eager"), pattern)

@@ -69,35 +69,35 @@ class Documents(Pattern):
         object.__setattr__(self, "batched", batched)
         self._set_text(text)
 
-    def _starts(self, like: Tensor) -> Tensor:
+    def starts(self, like: Tensor) -> Tensor:
         """Return the begin of each document, then the number of tokens, on the device of ``like``."""
         if self.batched:
             raise ValueError(f"documents of {self.batch_size} batch rows: ask batch_row(b), the pattern of one row")
         return self.bounds.tensor[0].to(like.device)
 
-    def _document(self, position: Tensor) -> Tensor:
+    def document(self, position: Tensor) -> Tensor:
         """Return the document of each position. The first and last have no end, so ragged tiles are full."""
-        inner = self._starts(position)[1:-1]
+        inner = self.starts(position)[1:-1]
         return torch.searchsorted(inner, position.contiguous(), right=True)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return full_shape(self._document(query) == self._document(key), head, query, key)
+        return full_shape(self.document(query) == self.document(key), head, query, key)
 
     def _extent(self, document: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first position of a document, and the first position after it."""
-        starts = self._starts(document).clone()
+        starts = self.starts(document).clone()
         # The first and the last document fill their ragged tiles, whose bits outside the lengths mean nothing.
         starts[0], starts[-1] = -FAR, FAR
         return starts[document], starts[document + 1]
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        first, last = self._document(rows * grid.block), self._document(rows * grid.block + grid.block - 1)
+        first, last = self.document(rows * grid.block), self.document(rows * grid.block + grid.block - 1)
         lo, hi = self._extent(first)[0] // grid.block, (self._extent(last)[1] - 1) // grid.block + 1
         return interval_cover(rows, lo, hi, grid)[1:]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        firsts = [self._document(tile * grid.block) for tile in (row, col)]
-        lasts = [self._document(tile * grid.block + grid.block - 1) for tile in (row, col)]
+        firsts = [self.document(tile * grid.block) for tile in (row, col)]
+        lasts = [self.document(tile * grid.block + grid.block - 1) for tile in (row, col)]
         common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
         # With one document in common, the kept pairs form a rectangle. Its four sides are the class.
         start, end = self._extent(common)
@@ -120,9 +120,7 @@ class Documents(Pattern):
     def batch_row(self, batch: int) -> Pattern:
         if not self.batched:
             return self
-        row = object.__new__(Documents)
-        row._fill(self.bounds.tensor[batch].unsqueeze(0), batched=False)
-        return row
+        return of_bounds(self.bounds.tensor[batch : batch + 1])
 
     def envelope(self) -> Pattern:
         return self
@@ -136,6 +134,23 @@ class Documents(Pattern):
                 f"documents expects query positions in [0, {tokens}), "
                 f"got start={grid.start}, n_queries={grid.n_queries}"
             )
+
+
+def of_bounds(bounds: Tensor) -> Documents:
+    """Return the documents of bounds ``[B, D + 1]``, as `Documents` has them. The first can begin before position 0."""
+    made = object.__new__(Documents)
+    made._fill(bounds, batched=len(bounds) > 1)
+    return made
+
+
+def counted_from(origins: Sequence[int], n_keys: int, documents: Documents | None = None) -> Documents:
+    """Return documents with one more begin per batch row, such as the first token after padding. It can be negative."""
+    bounds = torch.tensor([(min(origin, 0), origin, n_keys) for origin in origins])
+    if documents is not None:
+        more = documents.bounds.tensor
+        rows = max(len(bounds), len(more))
+        bounds = torch.cat([x.expand(rows, -1) for x in (bounds.to(more.device), more)], 1).sort(1).values
+    return of_bounds(bounds)
 
 
 def _integer(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ from ringtile.patterns.base import And, Dense, Not, Or, Pattern
 from ringtile.patterns.documents import Documents
 from ringtile.patterns.local import Causal, GlobalTokens, Segments, Window
 from ringtile.patterns.offsets import ANY, OffsetPattern
-from ringtile.patterns.wrapped import InSegments, PerHead
+from ringtile.patterns.wrapped import InSegments, PerDocument, PerHead
 
 
 class Reach(NamedTuple):
@@ -54,9 +54,11 @@ def pattern_reach(pattern: Pattern) -> Reach:
             ahead = unit > 1 or any(term.right > 0 for term in terms)
             return Reach(0, math.inf if left >= ANY else (left + 1) * unit - 1, ahead)
         case GlobalTokens(tokens=tokens):
-            return Reach(tokens, 0, ahead=True)
+            return Reach(tokens if isinstance(tokens, int) else tokens[-1] + 1, 0, ahead=True)
         case Segments(length=length) | InSegments(length=length):
             return Reach(0, length - 1, ahead=length > 1)
+        case PerDocument(inner=inner) if pattern_reach(inner).first == 0:
+            return pattern_reach(inner)
     return Reach(0, math.inf, ahead=True)
 
 
@@ -111,6 +113,8 @@ def keeps_self(pattern: Pattern) -> bool:
             return keeps_self(first) or keeps_self(second)
         case Segments(dilation=dilation):
             return dilation == 1
+        case PerDocument(inner=inner):
+            return keeps_self(inner)
     return isinstance(pattern, Causal | Dense | Documents | Window)
 
 

@@ -17,7 +17,7 @@ from ringtile.patterns.offsets import BlockDilated, Dilated
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
 from ringtile.patterns.traced import constant
-from ringtile.patterns.wrapped import PerHead
+from ringtile.patterns.wrapped import PerDocument, PerHead
 
 
 def as_rule(pattern: object, wanted: str = "a Pattern or its text") -> Pattern:
@@ -44,6 +44,19 @@ def per_head(patterns: Sequence[Pattern | str]) -> Pattern:
     return PerHead(tuple(map(as_rule, patterns)))
 
 
+def per_document(pattern: Pattern | str, documents: Documents | Sequence[int]) -> Pattern:
+    """Let a pattern begin anew in each document, as if each were alone. `Documents`, or the tokens per document.
+
+    >>> print(per_document("global_tokens(1)", [2, 3]).draw(5))
+    ██···
+    █····
+    ··███
+    ··█··
+    ··█··
+    """
+    return PerDocument(as_rule(pattern), documents if isinstance(documents, Documents) else Documents(documents))
+
+
 class _Word(NamedTuple):
     build: Callable[..., Pattern]
     parameters: tuple[str, ...] = ()
@@ -66,6 +79,7 @@ _WORDS = {
     "documents": _Word(Documents, ("lengths",), 1),
     "neighborhood": _Word(Neighborhood, ("size", "window", "dilation", "stride", "causal", "tile"), 2),
     "per_head": _Word(per_head, ("patterns",), 1),
+    "per_document": _Word(per_document, ("pattern", "documents"), 2),
     "longformer": _Word(longformer, ("window", "global_tokens"), is_preset=True),
     "bigbird": _Word(bigbird, ("random", "window", "global_tokens", "block"), is_preset=True),
     "longnet_union": _Word(longnet_union, ("segment_lengths", "dilation_rates"), is_preset=True),
@@ -74,8 +88,8 @@ _WORDS = {
 }
 _SHOWN = 80
 """Characters of a long text to show on each side of a mistake."""
-_LISTS = {"rates", "lengths", "segment_lengths", "dilation_rates", "size", "tile"}
-_EITHER = {"window", "dilation", "stride", "causal"}
+_LISTS = {"rates", "lengths", "documents", "segment_lengths", "dilation_rates", "size", "tile"}
+_EITHER = {"window", "dilation", "stride", "causal", "tokens"}
 """Lists, or numbers."""
 
 
@@ -243,7 +257,9 @@ def _call(node: ast.Call, name: str, word: _Word) -> Pattern:
         raise _Mistake(message, blamed.col_offset) from None
 
 
-def _value(parameter: str, node: ast.expr) -> int | float | list[int] | list[Pattern]:
+def _value(parameter: str, node: ast.expr) -> int | float | list[int] | Pattern | list[Pattern]:
+    if parameter == "pattern":
+        return _build(node)
     if parameter in _DENSITIES and isinstance(node, ast.Constant) and isinstance(node.value, float):
         return node.value
     either = parameter in _EITHER and isinstance(node, ast.List)

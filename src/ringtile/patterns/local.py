@@ -1,6 +1,6 @@
 """Patterns of nearby keys, of keys at a fixed stride, of the first keys and of segments."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, full_shape, same_for_heads
-from ringtile.patterns.checks import checked_int
-from ringtile.patterns.grid import TileGrid, interval_cover, periodic_classes
+from ringtile.patterns.checks import checked_int, checked_ints
+from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover, number_pairs, periodic_classes
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 
@@ -98,39 +98,83 @@ class Strided(OffsetPattern):
 class GlobalTokens(Pattern):
     """Let the first ``tokens`` positions attend to all keys, and all queries attend to them.
 
-    Global attention as in Longformer (Beltagy et al. 2020, arXiv:2004.05150). Raises ValueError if
-    ``tokens`` is negative.
+    A list has the positions themselves, in any order. Global attention as in Longformer (Beltagy et al. 2020,
+    arXiv:2004.05150). Raises ValueError if ``tokens`` or a position is negative, or the list is empty.
 
     >>> print(GlobalTokens(1).draw(3))
     ███
     █··
     █··
+    >>> print(GlobalTokens([1]).draw(3))
+    ·█·
+    ███
+    ·█·
     """
 
-    tokens: int
-    _size = ("tokens", 2)
+    tokens: int | Sequence[int]
     unbounded = True
     head_class = same_for_heads
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", checked_int("global_tokens", "tokens", self.tokens))
-        self._set_text(f"global_tokens({self.tokens})")
+        tokens: int | tuple[int, ...]
+        if isinstance(self.tokens, Sequence):
+            tokens = tuple(sorted(set(checked_ints("global_tokens", "tokens", self.tokens))))
+            text = str(list(tokens))
+        else:
+            tokens = checked_int("global_tokens", "tokens", self.tokens)
+            text = str(tokens)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "_size", None if isinstance(tokens, tuple) else ("tokens", 2))
+        self._set_text(f"global_tokens({text})")
+
+    def _edges(self, device: torch.device) -> Tensor:
+        """Return the begin of each run of global tokens, and the first position after it."""
+        if not isinstance(self.tokens, tuple):
+            return torch.tensor([-FAR, self.tokens], device=device)
+        at = torch.tensor(self.tokens, device=device)
+        apart = at.diff() > 1
+        # Of 3, 4 and 9, runs begin at 3 and 9, and end at 5 and 10.
+        begins, ends = torch.cat([at[:1], at[1:][apart]]), torch.cat([at[:-1][apart], at[-1:]]) + 1
+        return torch.stack([begins, ends], 1).flatten()
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return full_shape((query < self.tokens) | (key < self.tokens), head, query, key)
+        edges = self._edges(query.device)
+        # Positions after an odd number of edges are inside a run.
+        of_query, of_key = (torch.searchsorted(edges, x.contiguous(), right=True) % 2 == 1 for x in (query, key))
+        return full_shape(of_query | of_key, head, query, key)
+
+    def _numbers(self, tile: Tensor, block: int) -> Tensor:
+        """Return 0 for tiles without global tokens, 1 if all are, and otherwise a number of their own."""
+        edges, first = self._edges(tile.device), (tile * block).contiguous()
+        before, within = (torch.searchsorted(edges, at, right=True) for at in (first, first + block - 1))
+        return torch.where(before == within, before % 2, 2 + before)
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        runs = self._edges(rows.device).view(-1, 2)
+        lo, hi = runs[:, 0] // grid.block, (runs[:, 1] - 1) // grid.block + 1
+        # Runs in the same tile are one interval.
+        first = torch.ones_like(lo, dtype=torch.bool)
+        first[1:] = lo[1:] > hi[:-1]
+        lo, hi = lo[first], hi[first.roll(-1)]
+        is_global = self._numbers(rows, grid.block) > 0
+        row, more = rows[is_global], rows[~is_global]
+        every = torch.cat([row, more.repeat_interleave(len(lo))])
+        lo, hi = (torch.cat([x, y.repeat(len(more))]) for x, y in ((0 * row, lo), (0 * row + grid.n_cols, hi)))
+        return interval_cover(every, lo, hi, grid)
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return self.cover(head, rows, grid).size()
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        columns = torch.where(rows * grid.block < self.tokens, grid.n_cols, -(-self.tokens // grid.block))
+        last = self._edges(rows.device)[-1:] - 1
+        columns = torch.where(self._numbers(rows, grid.block) > 0, grid.n_cols, last // grid.block + 1)
         return interval_cover(rows, 0, columns, grid)[1:]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        # Per side: 0 if no position of the tile is global, 1 if all are, 2 if some are.
-        sides = [
-            torch.where(tile * grid.block >= self.tokens, 0, 1 + ((tile + 1) * grid.block > self.tokens).long())
-            for tile in (row, col)
-        ]
+        sides = [self._numbers(tile, grid.block) for tile in (row, col)]
         full = (sides[0] == 1) | (sides[1] == 1)
-        return torch.where(full, 1, torch.where(sides[0] + sides[1] == 0, 0, 2 + 3 * sides[0] + sides[1]))
+        numbers = number_pairs(*sides)
+        return torch.where(full, 1, torch.where(sides[0] + sides[1] == 0, 0, numbers))
 
 
 @dataclass(frozen=True, repr=False)

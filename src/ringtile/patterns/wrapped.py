@@ -1,14 +1,16 @@
-"""Patterns of other patterns' heads or positions: one per head, some heads, places in segments, another origin."""
+"""Patterns of other patterns' heads or positions: one per head, some heads, places in segments, each document alone."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Composed, Dense, Pattern, Wrapper, sized
-from ringtile.patterns.grid import Cover, TileGrid, interval_cover
-from ringtile.patterns.local import Segments
+from ringtile.patterns.documents import Documents
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
+from ringtile.patterns.local import Causal, Segments
 
 
 class _ByHead(Composed, rule=("allowed",)):
@@ -150,57 +152,110 @@ class OfHeads(_ByHead, Wrapper):
 
 
 @dataclass(frozen=True, repr=False)
-class Shifted(Wrapper):
-    """Keep the pairs of another pattern that counts its positions from ``origins``, one per batch element.
-
-    Pairs before the origin are not kept. It can be negative.
-    """
+class PerDocument(Composed, rule=("allowed",)):
+    """Keep the pairs of a pattern that begins anew in each document. `per_document` makes it."""
 
     inner: Pattern
-    origins: tuple[int, ...]
+    documents: Documents
+    free_rank = None
 
-    unbounded = False
+    def __post_init__(self) -> None:
+        sizes = {part.batch_size for part in self.parts} - {None}
+        if len(sizes) > 1:
+            raise ValueError(f"per_document expects one batch_size, got {sorted(map(str, sizes))}")
+        inner, lengths = self.inner.text, self.documents.text
+        has_text = inner is not None and lengths is not None
+        self._set_text(f"per_document({inner}, {lengths[len('documents(') : -1]})" if has_text else None)  # type: ignore[index]
 
     @property
-    def _origin(self) -> int:
-        if len(self.origins) > 1:
-            raise ValueError(f"pattern of {len(self.origins)} batch elements: ask batch_row(b), the pattern of one")
-        return self.origins[0]
+    def parts(self) -> tuple[Pattern, ...]:
+        return self.inner, self.documents
+
+    def rebuilt(self, parts: Sequence[Pattern]) -> Pattern:
+        inner, documents = parts
+        assert isinstance(documents, Documents)
+        return PerDocument(inner, documents)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        query, key = query - self._origin, key - self._origin
-        return self.inner.allowed(head, query, key) & (query >= 0) & (key >= 0)
+        starts = self.documents.starts(query)
+        # Tiles reach past the last token, for which the other pattern may have no rule.
+        tokens = [x.clamp(min=starts[0], max=starts[-1] - 1) for x in (query, key)]
+        of_query, of_key = map(self.documents.document, tokens)
+        inner = self.inner.allowed(head, tokens[0] - starts[of_query], tokens[1] - starts[of_key])
+        return inner & (of_query == of_key)
+
+    def _grid(self, starts: Tensor, block: int) -> TileGrid:
+        """Return the tiles of the longest document alone."""
+        longest = int(starts.diff().max())
+        return TileGrid(block, 0, longest, longest)
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
-        # A row tile lies in two row tiles of the inner pattern, and their keys in the columns between shifted bounds.
-        block, origin = grid.block, self._origin
-        inner = TileGrid(block, grid.start - origin, grid.n_queries, max(grid.n_keys - origin, 1))
-        # With origin 100 and block 128, row 1 (128 ... 255) is 28 ... 155 of the inner pattern: its rows 0 and 1.
-        first = (rows * block - origin) // block
-        rows_of = torch.unique(torch.cat([first, first + 1]))
-        cover = self.inner.cover(head, rows_of, inner)
-        lo, hi = (cover.lo * block + origin) // block, (cover.hi * block + origin - 1) // block + 1
-        parts = []
-        for step in (0, 1):
-            # The row tile r of the inner pattern begins in the row tile r + origin // block, and may end in the next.
-            row = (cover.row * block + origin) // block + step
-            inside = torch.isin(row, rows) & (hi > lo) & (cover.hi > cover.lo)
-            parts.append(interval_cover(row[inside], lo[inside], hi[inside], grid))
-        return Cover(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        block, starts = grid.block, self.documents.starts(rows)
+        first, last = (self.documents.document(at) for at in (rows * block, rows * block + block - 1))
+        which, step = _counted(last - first + 1)
+        row, begin, end = rows[which], starts[first[which] + step], starts[first[which] + step + 1]
+        low, high = torch.maximum(row * block, begin) - begin, torch.minimum(row * block + block, end) - begin - 1
+        # With a document from 100 on, row 1 of 128 (128 ... 255) is 28 ... 155 there: rows 0 and 1 of it alone.
+        tiles = torch.stack([low // block, high // block], 1)
+        both = torch.stack([high >= low, tiles[:, 1] > tiles[:, 0]], 1)
+        which, tile = both.nonzero()[:, 0], tiles[both]
+        alone = self.inner.cover(head, tile.unique(), self._grid(starts, block))
+        row_of, order = alone.row.sort(stable=True)
+        at = torch.searchsorted(row_of, tile)
+        of_tile, step = _counted(torch.searchsorted(row_of, tile, right=True) - at)
+        which, entry = which[of_tile], order[at[of_tile] + step]
+        lo, hi = alone.lo[entry] * block, torch.minimum(alone.hi[entry] * block, end[which] - begin[which])
+        kept = hi > lo
+        lo, hi = (x[kept] + begin[which][kept] for x in (lo, hi))
+        return interval_cover(row[which][kept], lo // block, (hi - 1) // block + 1, grid)
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.cover(head, rows, grid).size()
 
-    @property
-    def batch_size(self) -> int | None:
-        return len(self.origins) if len(self.origins) > 1 else None
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        return self.documents.col_range(head, rows, grid)
 
-    def batch_row(self, batch: int) -> Pattern:
-        return self if len(self.origins) == 1 else Shifted(self.inner, self.origins[batch : batch + 1])
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        block, starts = grid.block, self.documents.starts(row)
+        firsts, lasts = ([self.documents.document(x * block + at) for x in (row, col)] for at in (0, block - 1))
+        common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
+        begin, end, alone = starts[common], starts[common + 1], self._grid(starts, block)
+        # A tile with one document in common is cut from two by two tiles of it alone, at the same place of each.
+        phase = -begin % block
+        sides = [(side - x * block).clamp(0, block) for x in (row, col) for side in (begin, end)]
+        number = phase
+        for side in sides:
+            number = number * (block + 1) + side
+        is_all = (sides[0] + sides[2] == 0) & (sides[1] + sides[3] == 2 * block)
+        is_empty = last_common <= common
+        for down, right in product((0, 1), repeat=2):
+            row_of, col_of = (
+                ((x * block - begin) // block + (phase > 0) * step).clamp(0, alone.n_cols - 1)
+                for x, step in ((row, down), (col, right))
+            )
+            classes = self.inner.tile_class(head, row_of, col_of, alone)
+            is_all &= classes == 1
+            is_empty &= classes == 0
+            number = number_pairs(number, classes)
+        several = 2 * super().tile_class(head, row, col, grid) + 3
+        number = torch.where(last_common > common, several, 2 * number)
+        return torch.where(is_all, 1, torch.where(is_empty | (last_common < common), 0, number))
+
+    def envelope(self) -> Pattern:
+        inner = self.inner.envelope()
+        return inner & self.documents if isinstance(inner, Causal) else self.documents
 
     def validate(self, grid: TileGrid) -> None:
-        for origin in self.origins:
-            self.inner.validate(TileGrid(grid.block, grid.start - origin, grid.n_queries, grid.n_keys - origin))
+        self.documents.validate(grid)
+        for length in self.documents.bounds.tensor.diff().unique().tolist():
+            if length:
+                self.inner.validate(TileGrid(grid.block, 0, length, length))
+
+
+def _counted(count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a number per item, and its place among the equal ones: of counts 2 and 1, (0, 0, 1) and (0, 1, 0)."""
+    which = torch.repeat_interleave(count)
+    return which, torch.arange(len(which), device=count.device) - (count.cumsum(0) - count)[which]
 
 
 def for_heads(pattern: Pattern, heads: tuple[int, ...], num_heads: int) -> Pattern:

@@ -13,9 +13,9 @@ from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
 from ringtile.integrations.transformers.indexers import learned
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
-from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, as_rule, from_mask
+from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, as_rule, from_mask, per_document
+from ringtile.patterns.documents import counted_from
 from ringtile.patterns.facts import moves_along, sees_no_future
-from ringtile.patterns.wrapped import Shifted
 
 LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Any], None]  # noqa: UP007
 """A pattern for all layers, one per kind of layer (``config.layer_types``), or a function of the attention module."""
@@ -131,9 +131,11 @@ def for_layer(name: str, given: Any, module: nn.Module) -> Any:
 
 
 def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -> KeptPairs:
-    """Return the pairs that a pattern keeps too. Its position 0 is the first real token of each batch element."""
+    """Return the pairs that a pattern keeps too. It begins anew in each document, after its padding."""
     origins: tuple[int, ...] = (0,)
+    documents = None
     if not moves_along(pattern):
+        documents = kept.documents
         real, leading = kept.real, kept.leading or (0,)
         if real is not None and torch.compiler.is_compiling():
             message = "pattern counts tokens from the first real one: torch.compile needs padding on the right"
@@ -141,9 +143,11 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
         elif real is not None:
             leading = tuple(real.long().argmax(1).tolist())
         origins = tuple(lead - kept.first for lead in leading)
-    # One origin serves all batch elements if it is the same for each.
-    origins = origins[:1] if len(set(origins)) == 1 else origins
-    mine = pattern if origins == (0,) else Shifted(pattern, origins)
+    mine = pattern
+    if documents is not None or any(origins):
+        # One origin serves all batch elements if it is the same for each.
+        origins = origins[:1] if len(set(origins)) == 1 else origins
+        mine = per_document(pattern, counted_from(origins, n_keys, documents))
     # Positions of the mask's rule and of the pattern agree, unless the mask was given as values with room after it.
     heads, n_queries = query.shape[1:3]
     both: Pattern | None = None
@@ -245,7 +249,9 @@ def attend(
         bounds, of_keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
         if len(query) != 1 or query.shape[2] != n_keys or (of_keys is not None and not torch.equal(bounds, of_keys)):
             raise ValueError(f"cu_seq_lens_q: expected bounds of one row of {n_keys} tokens, got {query.shape=}")
-        kept = kept._replace(pattern=kept.pattern & Documents(cu_seqlens=bounds))
+        kept = _in_documents(kept, Documents(cu_seqlens=bounds))
+    if isinstance(packed_rows, Documents):
+        kept = _in_documents(kept, packed_rows)
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
         if getattr(module, "compressor", None) is not None:
             raise ValueError(f"pattern: expected None for a layer with compressed keys, got {of_layer!r}")
@@ -254,8 +260,6 @@ def attend(
         has_text = is_first and None not in (kept.pattern.text, of_layer.text)
         in_graph = has_text or not torch.compiler.is_compiling()
         kept = (intersected if in_graph else _intersected_outside_graphs)(kept, of_layer, query, n_keys)
-    if packed_rows is not None:
-        kept = _in_documents(kept, packed_rows)
     chosen = None if indices is None else Chosen(indices.unsqueeze(1))
     if blocks is not None:
         chosen = Chosen(blocks, module.indexer.block_size)  # type: ignore[union-attr, arg-type]
@@ -363,8 +367,6 @@ def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: 
 
 
 @torch.compiler.disable(reason="packed rows need an index that is built outside graphs")  # type: ignore[untyped-decorator]
-def _in_documents(kept: KeptPairs, documents: Pattern) -> KeptPairs:
+def _in_documents(kept: KeptPairs, documents: Documents) -> KeptPairs:
     """Return the kept pairs inside the documents of packed rows."""
-    if not moves_along(kept.pattern):
-        raise ValueError(f"pack: expected a rule of distances, the same in each row, got {kept.pattern!r}")
-    return kept if documents == Dense() else kept._replace(pattern=kept.pattern & documents)
+    return kept._replace(pattern=kept.pattern & documents, documents=documents)

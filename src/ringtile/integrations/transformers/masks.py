@@ -44,6 +44,8 @@ class KeptPairs(NamedTuple):
     """Number of padding tokens before the first real one, per batch element. None if there are none."""
     real: Tensor | None = None
     """``[B, N]`` bool, False for padding, from position 0 on: of a mask made in a graph, which cannot count it."""
+    documents: Documents | None = None
+    """The packed documents, which ``pattern`` keeps apart. A pattern of yours begins anew in each."""
     is_packed: bool = False
     """True if the model keeps packed documents apart and ``pattern`` does not, because it was read on a shard."""
 
@@ -263,8 +265,8 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
         case "packed_sequence_mask_function" if on_shard:
             return Dense()
         case "packed_sequence_mask_function" if n_keys is not None:
-            ids = values["packed_sequence_mask"][:, here]
-            return Documents(ids=ids) if bool((ids != ids[:, :1]).any()) else Dense()
+            documents = _documents(values["packed_sequence_mask"][:, here])
+            return Dense() if documents is None else documents
         case "remap_positions_for_packed_sequence":
             rule = read_rule(values["mask_function"], 0, n_keys, on_shard=on_shard)
             # Positions rise by one inside a document, so a rule of distances does not change.
@@ -272,11 +274,20 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
     return None
 
 
-def is_packed(function: MaskFunction) -> bool:
-    """Return True if a mask function keeps packed documents apart."""
-    return function.__qualname__.startswith("packed_sequence_mask_function") or (
-        function.__qualname__.startswith("and_masks") and any(map(is_packed, _closure(function)["mask_functions"]))
-    )
+def _documents(ids: Tensor) -> Documents | None:
+    return Documents(ids=ids) if bool((ids != ids[:, :1]).any()) else None
+
+
+def packed_ids(function: MaskFunction) -> Tensor | None:
+    """Return the document of each token ``[B, N]``, if a mask function keeps packed documents apart."""
+    if function.__module__ != "transformers.masking_utils":
+        return None
+    name, values = function.__qualname__.partition(".")[0], _closure(function)
+    if name == "packed_sequence_mask_function":
+        ids: Tensor = values["packed_sequence_mask"]
+        return ids
+    parts = values["mask_functions"] if name == "and_masks" else ()
+    return next((ids for ids in map(packed_ids, parts) if ids is not None), None)
 
 
 def chunks_begin_at_documents() -> bool:
@@ -409,7 +420,8 @@ def _pattern_mask(
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     offset = q_offset - kv_offset
     rule = _constant_rule(mask_function, kv_offset) if tracing else read_rule(mask_function, kv_offset, kv_length)
-    start = 0
+    start, ids = 0, None if tracing else packed_ids(mask_function)
+    documents = None if ids is None else _documents(ids[:, kv_offset : kv_offset + kv_length])
     if rule is None:
         sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
         offsets = {"q_offset": q_offset, "kv_offset": kv_offset, "allow_is_causal_skip": False}
@@ -423,7 +435,7 @@ def _pattern_mask(
         rule = Dense()
     else:
         start = offset = int(offset)
-    kept = KeptPairs(rule, start, key_mask, offset, kv_offset, leading, padding if tracing else None)
+    kept = KeptPairs(rule, start, key_mask, offset, kv_offset, leading, padding if tracing else None, documents)
     return carrier(kept, batch_size, q_length, kv_length, device)
 
 

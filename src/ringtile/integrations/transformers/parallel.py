@@ -32,15 +32,15 @@ from ringtile.integrations.transformers.masks import (
     PatternMask,
     carrier,
     chunks_begin_at_documents,
-    is_packed,
+    packed_ids,
     read_rule,
 )
 from ringtile.integrations.transformers.registry import register_pair, switch
-from ringtile.patterns import Documents, Pattern, Segments
+from ringtile.patterns import Documents, Pattern, Segments, per_document
 from ringtile.patterns.base import And
 from ringtile.patterns.content import digest_of
+from ringtile.patterns.documents import counted_from
 from ringtile.patterns.facts import moves_along
-from ringtile.patterns.wrapped import Shifted
 
 NAME = "ringtile_cp"
 
@@ -88,15 +88,16 @@ class BatchFacts:
         if found is None:
             found = self._from_first(rule) if self.documents is None else self._in_documents(rule) & self.documents
             if of_layer is not None:
-                found = found & self._from_first(of_layer)
+                found = found & self._from_first(of_layer, self.documents)
             self._patterns[rule, of_layer] = found
         return found
 
-    def _from_first(self, pattern: Pattern) -> Pattern:
-        """Count positions from the first real token of each batch element."""
-        if not any(self.leading) or moves_along(pattern):
+    def _from_first(self, pattern: Pattern, documents: Documents | None = None) -> Pattern:
+        """Count positions from the first real token of each batch element, or of each document."""
+        if (documents is None and not any(self.leading)) or moves_along(pattern):
             return pattern
-        return Shifted(pattern, self.leading if len(set(self.leading)) > 1 else self.leading[:1])
+        leading = self.leading if len(set(self.leading)) > 1 else self.leading[:1]
+        return per_document(pattern, counted_from(leading, self.layout.n_tokens, documents))
 
     def _in_documents(self, rule: Pattern) -> Pattern:
         """Count the positions of chunks from the begin of each document, if transformers does."""
@@ -160,7 +161,7 @@ def shard_mask(
             "attention mask: expected causal, sliding, chunked or bidirectional rules in context parallelism, got one "
             f"that a shard cannot tell ({mask_function.__qualname__})"
         )
-    kept = KeptPairs(rule, 0, None, 0, is_packed=is_packed(mask_function))
+    kept = KeptPairs(rule, 0, None, 0, is_packed=packed_ids(mask_function) is not None)
     return carrier(kept, batch_size, q_length, kv_length, device)
 
 

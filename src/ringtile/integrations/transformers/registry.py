@@ -180,8 +180,7 @@ def use_ringtile(
             default of ``generate``. A list has one per layer, or None for all keys. Its scores see the query and
             earlier keys: ``Choice(Blend(None), Density(0.1))``. Layers without all keys raise in their first step.
         pack: True computes the real tokens of a padded batch as documents of one row, so padding costs nothing.
-            Outputs are those of the padded call, and 0 at padding. For embeddings and rerankers: there is no cache, and
-            patterns must depend on distances only.
+            Outputs are those of the padded call, and 0 at padding. For embeddings and rerankers: there is no cache.
 
     Raises:
         ImportError: If transformers is missing or too old.

@@ -145,7 +145,8 @@ def of_bounds(bounds: Tensor) -> Documents:
 
 def counted_from(origins: Sequence[int], n_keys: int, documents: Documents | None = None) -> Documents:
     """Return documents with one more begin per batch row, such as the first token after padding. It can be negative."""
-    bounds = torch.tensor([(min(origin, 0), origin, n_keys) for origin in origins])
+    begins = [(min(origin, 0), origin, n_keys) for origin in origins]
+    bounds = torch.tensor(begins, dtype=torch.int64, device="cpu")
     if documents is not None:
         more = documents.bounds.tensor
         rows = max(len(bounds), len(more))

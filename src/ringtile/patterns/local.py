@@ -130,8 +130,8 @@ class GlobalTokens(Pattern):
     def _edges(self, device: torch.device) -> Tensor:
         """Return the begin of each run of global tokens, and the first position after it."""
         if not isinstance(self.tokens, tuple):
-            return torch.tensor([-FAR, self.tokens], device=device)
-        at = torch.tensor(self.tokens, device=device)
+            return torch.tensor([-FAR, self.tokens], dtype=torch.int64, device=device)
+        at = torch.tensor(self.tokens, dtype=torch.int64, device=device)
         apart = at.diff() > 1
         # Of 3, 4 and 9, runs begin at 3 and 9, and end at 5 and 10.
         begins, ends = torch.cat([at[:1], at[1:][apart]]), torch.cat([at[:-1][apart], at[-1:]]) + 1

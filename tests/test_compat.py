@@ -22,6 +22,7 @@ from pairs import all_pairs
 from torch import Tensor, nn
 
 import dilated_attention_pytorch.attention
+import ringtile.patterns
 from dilated_attention_pytorch import (
     BlockSparseOptimized,
     BlockSparseRingDilatedAttention,
@@ -31,6 +32,7 @@ from dilated_attention_pytorch import (
     ImprovedMultiheadDilatedAttention,
     PatternConfig,
     PatternQualityAnalyzer,
+    PatternType,
     PatternVisualizer,
     PersistentPatternCache,
     RingAttentionConfig,
@@ -60,7 +62,8 @@ OLD_PATHS = {
         "create_adaptive_sparse_multihead_attention"
     ),
     "dilated_attention_pytorch.sparse_pattern_utils": (
-        "PatternConfig SparsePatternGenerator PatternVisualizer PatternQualityAnalyzer pattern_statistics"
+        "PatternConfig SparsePatternGenerator PatternVisualizer PatternQualityAnalyzer pattern_statistics PatternType "
+        "PatternMetrics analyze_pattern_statistics"
     ),
 }
 TOO_SHORT = pytest.mark.filterwarnings("ignore:dilation_rates=", "ignore:sparsity_ratio=.* cannot be reached")
@@ -205,6 +208,31 @@ def test_multihead_weights_are_those_of_the_output(segments: dict[str, Any]) -> 
     value = nn.functional.linear(x, module.in_proj_weight[64:], module.in_proj_bias[64:])
     mixed = (weights @ value.unflatten(-1, (4, 8)).transpose(1, 2)).transpose(1, 2).flatten(2)
     assert module.out_proj(module.layer_norm(mixed)).allclose(out, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("segments", [{}, SEGMENTS])
+def test_attention_returns_its_weights_in_blocks(segments: dict[str, Any]) -> None:
+    """Where the config keeps all pairs, the weights are those of a dense softmax, and always they give the output."""
+    x = torch.randn(3, 1, 300, 2, 8, dtype=torch.float64).unbind()
+    for config in (CONFIGS["window"], SparsePatternConfig(sparsity_ratio=1.0)):
+        module = BlockSparseRingDilatedAttention(sparse_config=config, **segments)
+        out, blocks = module(*x, True, True)
+        assert torch.equal(out, module(*x, is_causal=True))
+        weights = torch.zeros(blocks["shape"], dtype=torch.float64)
+        for (row, column), values in zip(blocks["block_indices"], blocks["block_values"], strict=True):
+            first, left = 128 * row, 128 * column
+            weights[:, :, first : first + values.shape[2], left : left + values.shape[3]] = values
+        assert (weights @ x[2].transpose(1, 2)).transpose(1, 2).allclose(out, rtol=1e-10, atol=1e-12)
+    assert (blocks["block_size"], blocks["num_blocks"]) == (128, (3, 3))
+    assert all(column <= row for row, column in blocks["block_indices"])
+    if not segments:
+        scores = torch.einsum("bnhd,bmhd->bhnm", *x[:2]) / 8**0.5
+        scores.masked_fill_(torch.ones(300, 300).triu(1).bool(), -math.inf)
+        assert weights.allclose(scores.softmax(-1), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match=r"return_attention_weights: expected at most 16,777,216 weights, got"):
+        module(torch.randn(1, 5000, 1, 8), return_attention_weights=True)
+    with pytest.raises(ValueError, match=r"query: expected four dimensions"):
+        module(x[0][0], return_attention_weights=True)
 
 
 def test_an_attention_mask_joins_the_pattern_and_is_refused_in_segments() -> None:
@@ -415,6 +443,19 @@ def test_a_field_that_another_overrides_is_said_and_changes_nothing(
     with pytest.warns(UserWarning, match=said):
         attention(X)
     attention(X)
+
+
+def test_pattern_types_are_names_or_text() -> None:
+    for name, text in (("LOCAL_WINDOW", "local_window"), ("CONTENT_ADAPTIVE", "adaptive")):
+        config = SparsePatternConfig(PatternType[name])
+        assert config == SparsePatternConfig(text)
+        assert repr(config) == repr(SparsePatternConfig(text))
+    for name, instead in (("RANDOM", "SampledBlocks"), ("STRIDED", "Strided"), ("HIERARCHICAL", "hierarchical")):
+        with pytest.raises(ValueError, match=rf"pattern_type: .*'{name.lower()}'; use ringtile.patterns.{instead}$"):
+            SparsePatternConfig(PatternType[name])
+        assert hasattr(ringtile.patterns, instead)
+    with pytest.raises(ValueError, match=r"pattern_type: expected one of .*, got 'learned'$"):
+        SparsePatternConfig(PatternType.LEARNED)
 
 
 def test_what_follows_the_contents_has_no_rates() -> None:
@@ -951,6 +992,11 @@ def test_statistics_are_fractions() -> None:
         "diagonal_density": 2 / 8,
         "total_blocks": 32,
         "active_blocks": 5,
+        "sparsity_ratio": 5 / 32,
+        "density_ratio": 27 / 32,
+        "avg_col_density": 5 / 32,
+        "total_elements": 32,
+        "active_elements": 5,
     }
 
 
@@ -959,13 +1005,31 @@ def test_quality_is_measured_on_renormalised_weights() -> None:
     metrics = PatternQualityAnalyzer().analyze_pattern_quality(torch.eye(2, dtype=torch.bool), weights[None])
     kept = torch.tensor([[0.5, 0.3, 0, 0], [0.1, 0.2, 0, 0], [0, 0, 0.25, 0.25], [0, 0, 0, 1]])
     error = (kept / kept.sum(1, keepdim=True) - weights).norm() / weights.norm()
-    assert metrics == pytest.approx((kept.sum().item() / 4, 1.0, 2.0, error.item()))
+    assert metrics == pytest.approx((kept.sum().item() / 4, 1.0, 2.0, error.item(), 0.5, 0.5))
     everything = PatternQualityAnalyzer().analyze_pattern_quality(torch.ones(4, 4, dtype=torch.bool), weights)
-    assert everything == pytest.approx((1.0, 10 / 16, 1.0, 0.0), abs=1e-7)
+    assert everything == pytest.approx((1.0, 10 / 16, 1.0, 0.0, 1.0, 0.0), abs=1e-7)
     with pytest.raises(ValueError, match="reference_attention"):
         PatternQualityAnalyzer().analyze_pattern_quality(torch.ones(3, 4, 4, dtype=torch.bool), weights[None])
     with pytest.raises(ValueError, match=r"reference_attention: expected the weights of dense attention .* got None"):
         PatternQualityAnalyzer().analyze_pattern_quality(torch.ones(3, 4, 4, dtype=torch.bool))
+
+
+def test_blocks_are_connected_by_chains_of_kept_blocks() -> None:
+    def connectivity(*kept: tuple[int, int], size: int = 5) -> float:
+        pattern = torch.zeros(size, size, dtype=torch.bool)
+        for row, column in kept:
+            pattern[row, column] = True
+        weights = torch.full((1, size, size), 1 / size)
+        return PatternQualityAnalyzer().analyze_pattern_quality(pattern, weights).global_connectivity
+
+    # A path joins each block to all later ones, and a ring joins all.
+    assert connectivity((0, 1), (1, 2), (2, 3), (3, 4)) == pytest.approx(10 / 25)
+    assert connectivity((0, 1), (1, 2), (2, 3), (3, 4), (4, 0)) == 1.0
+    assert connectivity() == 0.0
+    weights = torch.full((1, 4, 6), 1 / 6)
+    tall = PatternQualityAnalyzer().analyze_pattern_quality(torch.ones(2, 3, dtype=torch.bool), weights)
+    assert math.isnan(tall.global_connectivity)
+    assert tall.compression_ratio == 0.0
 
 
 def test_pictures_show_the_head_that_is_asked_for(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 import subprocess
@@ -191,6 +192,38 @@ def test_ranks_balance_and_compress() -> None:
     assert re.search(r"of rank \d+ with error feedback, sends 0\.\d+ of the elements\): loss", outcome.texts[0])
 
 
+def test_one_ratio_serves_all_levels_that_have_no_density() -> None:
+    config = DistributedSparseConfig("hierarchical", sparsity_ratio=0.05, global_sparsity=0.1)
+    assert config.pattern_type is DistributedSparsePattern.HIERARCHICAL
+    made = BlockSparseRingAdvancedDistributedDilatedAttention([128, 256], [1, 2], config)
+    assert made.pattern == hierarchical(128, 256, 0.05, 0.1, 0.05) | longnet_union([128, 256], [1, 2])
+    assert dataclasses.replace(config, enable_load_balancing=True).sparsity_ratio == 0.05
+    levels = {"local_sparsity": 0.4, "global_sparsity": 0.1, "inter_node_sparsity": 0.05}
+    assert DistributedSparseConfig() == DistributedSparseConfig(**levels)
+    with pytest.warns(UserWarning, match=r"sparsity_ratio=0\.25 changes nothing: local_sparsity, .* decide$") as said:
+        assert DistributedSparseConfig(**levels, sparsity_ratio=0.25).local_sparsity == 0.4
+    assert said[0].filename == __file__
+    with pytest.raises(ValueError, match=r"sparsity_ratio: expected a density in \[0, 1\], got 2"):
+        DistributedSparseConfig(sparsity_ratio=2)
+
+
+def test_load_balancing_waits_for_its_threshold() -> None:
+    """The last of two ranks has 3/4 of causal work in contiguous parts, 1.5 of the mean."""
+    levels = dict.fromkeys(("local_sparsity", "global_sparsity", "inter_node_sparsity"), 1.0)
+
+    def layout(threshold: float | None) -> Layout:
+        config = DistributedSparseConfig(**levels, enable_load_balancing=True, load_balance_threshold=threshold)
+        attention = BlockSparseRingAdvancedDistributedDilatedAttention([128], [1], config)
+        return on_ranks(2, lambda rank: attention.layout(4096, is_causal=True))[0]
+
+    contiguous = Layout.contiguous(4096, 2, unit=1)
+    assert [layout(threshold) == contiguous for threshold in (None, 0.4, 0.6)] == [False, False, True]
+    with pytest.warns(UserWarning, match=r"load_balance_threshold=0\.15 changes nothing: enable_load_balancing=False"):
+        DistributedSparseConfig(load_balance_threshold=0.15)
+    with pytest.raises(ValueError, match="load_balance_threshold: expected at least 0, got -1"):
+        DistributedSparseConfig(enable_load_balancing=True, load_balance_threshold=-1)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"compression_ratio: expected a number between 0 and 1, got 1\.0"):
         DistributedSparseConfig(enable_gradient_compression=True, compression_ratio=1.0)
@@ -199,7 +232,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"local_sparsity: expected a density in \[0, 1\], got 2"):
         DistributedSparseConfig(local_sparsity=2)
     with pytest.raises(ValueError, match="pattern_type: expected a DistributedSparsePattern, got 'ring'"):
-        DistributedSparseConfig("ring")  # type: ignore[arg-type]
+        DistributedSparseConfig("ring")
     with pytest.raises(TypeError, match="expected a DistributedDataParallel, got Linear"):
         compress_gradients(nn.Linear(2, 2), DistributedSparseConfig(enable_gradient_compression=True))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="config: expected enable_gradient_compression=True"):
@@ -339,6 +372,11 @@ def test_a_ring_refuses_what_needs_the_tokens_of_all_ranks() -> None:
         module = create_block_sparse_multihead_attention(32, 4, 0.8, ring_size=2)
         with pytest.raises(ValueError, match="need_weights: expected False with ring_size=2"):
             module(x, need_weights=True)
+        with pytest.raises(ValueError, match="return_attention_weights: expected False with 2 ranks"):
+            module.attention(torch.randn(1, 100, 4, 8), return_attention_weights=True)
+        distributed = BlockSparseRingAdvancedDistributedDilatedAttention([128], [1])
+        with pytest.raises(ValueError, match="return_attention_weights: expected False with 2 ranks"):
+            distributed(torch.randn(1, 100, 4, 8), return_attention_weights=True)
         with pytest.raises(ValueError, match="pattern: expected none with ring_size=2"):
             module(x, attn_mask=torch.rand(100, 100) < 0.5)
         with pytest.raises(ValueError, match="ring_size: expected 1, because tiles that follow the contents"):

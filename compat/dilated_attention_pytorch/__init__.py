@@ -10,7 +10,11 @@ from dilated_attention_pytorch.attention import (
     RingDilatedAttentionV2 as RingDilatedAttentionV2,
     hierarchical_sparse_attention as hierarchical_sparse_attention,
 )
-from dilated_attention_pytorch.config import PatternConfig as PatternConfig, SparsePatternConfig as SparsePatternConfig
+from dilated_attention_pytorch.config import (
+    PatternConfig as PatternConfig,
+    PatternType as PatternType,
+    SparsePatternConfig as SparsePatternConfig,
+)
 from dilated_attention_pytorch.distributed import (
     BlockSparseRingAdvancedDistributedDilatedAttention as BlockSparseRingAdvancedDistributedDilatedAttention,
     DistributedSparseConfig as DistributedSparseConfig,
@@ -32,5 +36,6 @@ from dilated_attention_pytorch.pattern_tools import (
     PatternMetrics as PatternMetrics,
     PatternQualityAnalyzer as PatternQualityAnalyzer,
     PatternVisualizer as PatternVisualizer,
+    analyze_pattern_statistics as analyze_pattern_statistics,
     pattern_statistics as pattern_statistics,
 )

@@ -31,6 +31,7 @@ from ringtile.functional.permute import pieces
 from ringtile.index import BlockIndex
 from ringtile.index.block_index import count_allowed
 from ringtile.kernels.philox import dropout_threshold
+from ringtile.modules.multihead import MAX_WEIGHTS
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid
@@ -119,9 +120,10 @@ class BlockSparseRingDilatedAttention(nn.Module):
         key: Tensor | None = None,
         value: Tensor | None = None,
         is_causal: bool = False,
+        return_attention_weights: bool = False,
         *,
         key_mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, dict[str, Any]]:
         """Compute attention ``[B, N, H, D]``; ``forward(x)`` alone is self-attention.
 
         If ranks share the sequence, N are the tokens of this rank, and they attend to those of all ranks.
@@ -131,12 +133,17 @@ class BlockSparseRingDilatedAttention(nn.Module):
             key: ``[B, M, H, D]``. Default: the query, if value is None too.
             value: ``[B, M, H, Dv]``.
             is_causal: True to keep only keys at or before the query's position, aligned to the lower right.
+            return_attention_weights: True to return the output and its weights in blocks, see `with_weights`.
             key_mask: ``[B, M]`` bool, True for keys to attend to.
 
         Raises:
-            ValueError: If shapes are invalid, as in `ringtile.sparse_attention`, or as `ringtile.distributed` raises.
+            ValueError: If shapes are invalid, as in `ringtile.sparse_attention`, or as `ringtile.distributed` raises,
+                or if several ranks or a long sequence are to return weights.
         """
         how = {"is_causal": is_causal, "key_mask": key_mask, "dropout_p": self.dropout if self.training else 0.0}
+        if return_attention_weights:
+            block_size, ranks = self.sparse_config.block_size, self.ring_size
+            return with_weights(self.attend, query, key, value, block_size=block_size, ranks=ranks, **how)
         return tokens_first(self.attend, query, key, value, **how)
 
     def attend(
@@ -455,15 +462,68 @@ def self_attention_if_alone(query: Tensor, key: Tensor | None, value: Tensor | N
     return query, query
 
 
-def tokens_first(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor | None, value: Tensor | None, **options: Any
-) -> Tensor:
-    """Return an attention over ``[B, H, N, D]`` for ``[B, N, H, D]``. The query alone is self-attention."""
+def _checked_tokens(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
     key, value = self_attention_if_alone(query, key, value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected four dimensions [B, N, H, D], got {x.shape=}")
+    return key, value
+
+
+def tokens_first(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor | None, value: Tensor | None, **options: Any
+) -> Tensor:
+    """Return an attention over ``[B, H, N, D]`` for ``[B, N, H, D]``. The query alone is self-attention."""
+    key, value = _checked_tokens(query, key, value)
     return attend(*(x.transpose(1, 2) for x in (query, key, value)), **options).transpose(1, 2)
+
+
+def with_weights(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    *,
+    block_size: int,
+    ranks: int,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return `tokens_first`, and the weights of its softmax in blocks, as its gradients and dropout have them.
+
+    ``block_indices`` lists the blocks (row, column) that have a weight other than 0, ``block_values`` their weights
+    ``[B, H, rows, columns]``. The last block of a row or a column can be shorter than ``block_size``. ``shape`` is
+    ``(B, H, N, M)``, and ``num_blocks`` the numbers of rows and columns of blocks.
+    """
+    if ranks > 1:
+        raise ValueError(
+            f"return_attention_weights: expected False with {ranks} ranks, because a rank has no columns for the keys "
+            "of the others"
+        )
+    key, value = _checked_tokens(query, key, value)
+    (batch, n_queries, heads), n_keys = query.shape[:3], value.shape[1]
+    if batch * heads * n_queries * n_keys > MAX_WEIGHTS:
+        raise ValueError(
+            f"return_attention_weights: expected at most {MAX_WEIGHTS:,} weights, got {query.shape=}, {key.shape=}"
+        )
+    # Attention is linear in the value, so the identity matrix as value returns the weights.
+    unit = torch.eye(n_keys, dtype=value.dtype, device=value.device)[:, None].expand(*value.shape[:3], -1)
+    out, weights = tokens_first(attend, query, key, torch.cat([value, unit], -1), **options).tensor_split(
+        [value.shape[-1]], -1
+    )
+    rows = weights.transpose(1, 2).split(block_size, 2)
+    blocks = {
+        (row, column): block
+        for row, of_row in enumerate(rows)
+        for column, block in enumerate(of_row.split(block_size, 3))
+        if block.any()
+    }
+    return out, {
+        "block_indices": list(blocks),
+        "block_values": list(blocks.values()),
+        "block_size": block_size,
+        "shape": (batch, heads, n_queries, n_keys),
+        "num_blocks": (len(rows), -(-n_keys // block_size)),
+    }
 
 
 def _check_ring_size(ring_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ringtile.patterns.checks import checked_int, checked_ints
 
@@ -20,6 +21,22 @@ _SHAPING = {
 }
 """Each pattern type and the fields that shape it."""
 
+_ELSEWHERE = {"strided": "Strided", "random": "SampledBlocks", "hierarchical": "hierarchical"}
+"""Pattern types that are patterns of `ringtile.patterns`, without a density to solve for."""
+
+
+class PatternType(StrEnum):
+    """The pattern types by name. `SparsePatternConfig` refuses the last four, and names the pattern to use instead."""
+
+    LOCAL_WINDOW = "local_window"
+    DILATED_SPARSE = "dilated_sparse"
+    GLOBAL_LOCAL = "global_local"
+    CONTENT_ADAPTIVE = "adaptive"
+    STRIDED = "strided"
+    RANDOM = "random"
+    HIERARCHICAL = "hierarchical"
+    LEARNED = "learned"
+
 
 @dataclass
 class SparsePatternConfig:
@@ -32,8 +49,9 @@ class SparsePatternConfig:
     UserWarning names it. So does a field that another one overrides: the warning says which one decides.
 
     Args:
-        pattern_type: ``"local_window"``; ``"dilated_sparse"``, blocks at multiples of the rates; ``"global_local"``, a
-            window and global tokens; ``"adaptive"``, the tiles that matter most to queries and keys, in each call.
+        pattern_type: A `PatternType` or its text: ``"local_window"``; ``"dilated_sparse"``, blocks at multiples of the
+            rates; ``"global_local"``, a window and global tokens; ``"adaptive"``, the tiles that matter most to queries
+            and keys, in each call.
         sparsity_ratio: Density in (0, 1]. Default: None, which leaves the geometry as the other fields set it, and is
             0.25 for ``"adaptive"``.
         block_size: 64, 128 or 256 tokens per side of a block. A ratio needs whole tiles: 64 counts as 128 there. A
@@ -71,8 +89,12 @@ class SparsePatternConfig:
 
     def check(self) -> None:
         """Raise ValueError if a field is out of range, and warn once of one that another overrides."""
+        if isinstance(self.pattern_type, PatternType):
+            self.pattern_type = self.pattern_type.value
         if self.pattern_type not in _SHAPING:
-            raise ValueError(f"pattern_type: expected one of {tuple(_SHAPING)}, got {self.pattern_type!r}")
+            pattern = _ELSEWHERE.get(self.pattern_type)
+            instead = f"; use ringtile.patterns.{pattern}" if pattern else ""
+            raise ValueError(f"pattern_type: expected one of {tuple(_SHAPING)}, got {self.pattern_type!r}{instead}")
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size!r}")
         densities = {name: getattr(self, name) for name in ("sparsity_ratio", "min_sparsity", "max_sparsity")}

@@ -15,19 +15,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dilated_attention_pytorch.attention import tokens_first
+from dilated_attention_pytorch.attention import tokens_first, with_weights
 from ringtile.distributed import Layout, ring_attention
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import checked_branches
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.patterns import Causal, Pattern, hierarchical, longnet_union
 from ringtile.tools.predict import Sizes, cheapest_layout
+from ringtile.tools.predict.cost import estimate
+from ringtile.tools.predict.hardware import HARDWARE
+from ringtile.tools.predict.work import survey
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 _START = 2
 """First step with PowerSGD. DDP builds its buckets anew after the first."""
+
+
+_LEVELS = {"local_sparsity": 0.4, "global_sparsity": 0.1, "inter_node_sparsity": 0.05}
+"""The density of each level by default."""
 
 
 class DistributedSparsePattern(Enum):
@@ -44,42 +51,65 @@ class DistributedSparseConfig:
     the first and the last of ``segment_lengths``. So another number of ranks does not change the model.
 
     Args:
-        pattern_type: ``DistributedSparsePattern.HIERARCHICAL``.
+        pattern_type: ``DistributedSparsePattern.HIERARCHICAL``, or its text.
         local_sparsity: Density inside the first segment length. Default: 0.4.
         global_sparsity: Density inside the last segment length. Default: 0.1.
         inter_node_sparsity: Density beyond. Default: 0.05.
         enable_load_balancing: True to choose the tokens of each rank by the predicted time. It never changes the mask.
         enable_gradient_compression: True to let `compress_gradients` register PyTorch's hooks.
         compression_ratio: Elements sent per element of the gradients, by PowerSGD. Default: None, float16.
+        sparsity_ratio: Density of each level that has none. Default: None, the defaults above.
+        load_balance_threshold: Load balancing keeps contiguous tokens while the rank with the most work has at most
+            this part more than the mean, such as 0.15. Default: None, the least predicted time decides.
 
     Raises:
-        ValueError: If a value is out of range. A ``compression_ratio`` without compression is a UserWarning.
+        ValueError: If a value is out of range. A ``compression_ratio`` without compression is a UserWarning, and so are
+            a ``load_balance_threshold`` without load balancing and a ``sparsity_ratio`` beside all three densities.
 
     >>> DistributedSparseConfig(local_sparsity=0.5).pattern_type
     <DistributedSparsePattern.HIERARCHICAL: 'hierarchical'>
     """
 
-    pattern_type: DistributedSparsePattern = DistributedSparsePattern.HIERARCHICAL
-    local_sparsity: float = 0.4
-    global_sparsity: float = 0.1
-    inter_node_sparsity: float = 0.05
+    pattern_type: DistributedSparsePattern | str = DistributedSparsePattern.HIERARCHICAL
+    # `__post_init__` fills in the densities that you leave out.
+    local_sparsity: float | None = None
+    global_sparsity: float | None = None
+    inter_node_sparsity: float | None = None
     enable_load_balancing: bool = False
     enable_gradient_compression: bool = False
     compression_ratio: float | None = None
+    sparsity_ratio: float | None = None
+    load_balance_threshold: float | None = None
 
     def __post_init__(self) -> None:
+        if self.pattern_type == "hierarchical":
+            object.__setattr__(self, "pattern_type", DistributedSparsePattern.HIERARCHICAL)
         if not isinstance(self.pattern_type, DistributedSparsePattern):
             raise ValueError(f"pattern_type: expected a DistributedSparsePattern, got {self.pattern_type!r}")
-        for name in ("local_sparsity", "global_sparsity", "inter_node_sparsity"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected a density in [0, 1], got {getattr(self, name)!r}")
-        ratio = self.compression_ratio
+        for name in (*_LEVELS, "sparsity_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name}: expected a density in [0, 1], got {value!r}")
+        density, own = self.sparsity_ratio, [getattr(self, name) for name in _LEVELS]
+        if density is not None and None not in own and density not in own:
+            _changes_nothing("sparsity_ratio", density, f"{', '.join(_LEVELS)} decide")
+        for name, value in zip(_LEVELS, own, strict=True):
+            if value is None:
+                object.__setattr__(self, name, _LEVELS[name] if density is None else density)
+        threshold, ratio = self.load_balance_threshold, self.compression_ratio
+        if threshold is not None and not threshold >= 0:
+            raise ValueError(f"load_balance_threshold: expected at least 0, got {threshold!r}")
+        if threshold is not None and not self.enable_load_balancing:
+            _changes_nothing("load_balance_threshold", threshold, "enable_load_balancing=False decides")
         if ratio is not None and not 0 < ratio < 1:
             raise ValueError(f"compression_ratio: expected a number between 0 and 1, got {ratio!r}")
         if ratio is not None and not self.enable_gradient_compression:
-            warnings.warn(
-                f"compression_ratio={ratio} changes nothing: enable_gradient_compression=False decides", stacklevel=3
-            )
+            _changes_nothing("compression_ratio", ratio, "enable_gradient_compression=False decides")
+
+
+def _changes_nothing(name: str, value: float, decides: str) -> None:
+    # Four frames up is your line: warn, this one, __post_init__ and the __init__ that dataclass writes.
+    warnings.warn(f"{name}={value} changes nothing: {decides}", stacklevel=4)
 
 
 class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
@@ -122,7 +152,7 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
         self.config = config = distributed_config or DistributedSparseConfig()
         self.dropout, self.enable_deepspeed_integration = dropout, enable_deepspeed_integration
         lengths = [length for length, _ in branches]
-        densities = config.local_sparsity, config.global_sparsity, config.inter_node_sparsity
+        densities = [getattr(config, name) for name in _LEVELS]
         self.pattern: Pattern = hierarchical(lengths[0], lengths[-1], *densities) | longnet_union(
             lengths, [rate for _, rate in branches]
         )
@@ -150,7 +180,8 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
         ranks = dist.get_world_size(self.group) if dist.is_initialized() else 1
         if not self.config.enable_load_balancing:
             return Layout.contiguous(n_tokens, ranks, unit=1)
-        return _balanced(Causal() & self.pattern if is_causal else self.pattern, n_tokens, ranks)
+        rule = Causal() & self.pattern if is_causal else self.pattern
+        return _balanced(rule, n_tokens, ranks, self.config.load_balance_threshold)
 
     def forward(
         self,
@@ -158,14 +189,18 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
         key: Tensor | None = None,
         value: Tensor | None = None,
         is_causal: bool = False,
+        return_attention_weights: bool = False,
         *,
         key_mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, dict[str, Any]]:
         """Compute attention ``[B, N, H, D]`` of this rank's N tokens, its part of `layout`, to the tokens of all ranks.
 
         The arguments and errors are those of `BlockSparseRingDilatedAttention`.
         """
         how = {"is_causal": is_causal, "key_mask": key_mask, "dropout_p": self.dropout if self.training else 0.0}
+        if return_attention_weights:
+            ranks = dist.get_world_size(self.group) if dist.is_initialized() else 1
+            return with_weights(self.attend, query, key, value, block_size=128, ranks=ranks, **how)
         return tokens_first(self.attend, query, key, value, **how)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Any) -> Tensor:
@@ -186,12 +221,15 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
 # Every call of a module asks for its layout, and the search plans each candidate at each rank. A layout follows from
 # the rule and the two numbers alone, so an entry never becomes wrong, and all ranks find the same.
 @lru_cache(maxsize=64)
-def _balanced(pattern: Pattern, n_tokens: int, n_ranks: int) -> Layout:
-    layout = cheapest_layout(pattern, n_tokens, n_ranks, Sizes(heads=pattern.num_heads or 8, kv_heads=1))
-    if len({layout.size(rank) for rank in range(n_ranks)}) > 1:
-        # Ranks know the length of the sequence from their own part.
-        return Layout.contiguous(n_tokens, n_ranks, unit=1)
-    return layout
+def _balanced(pattern: Pattern, n_tokens: int, n_ranks: int, threshold: float | None) -> Layout:
+    plain, sizes = Layout.contiguous(n_tokens, n_ranks, unit=1), Sizes(heads=pattern.num_heads or 8, kv_heads=1)
+    if threshold is not None:
+        work = survey(pattern, plain, sizes)
+        if estimate(work, work.automatic, HARDWARE["h100"]).balance <= 1 + threshold:
+            return plain
+    layout = cheapest_layout(pattern, n_tokens, n_ranks, sizes)
+    # Ranks know the length of the sequence from their own part, so parts are equal.
+    return layout if len({layout.size(rank) for rank in range(n_ranks)}) == 1 else plain
 
 
 class Savings(NamedTuple):

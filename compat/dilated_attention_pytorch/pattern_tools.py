@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,23 +20,35 @@ def pattern_statistics(pattern: Tensor) -> dict[str, float]:
 
     ``density`` is active over all blocks, ``avg_row_density``, ``min_row_density`` and ``max_row_density`` are the
     densities of rows, ``diagonal_density`` is the fraction of the diagonal that is kept. ``total_blocks`` and
-    ``active_blocks`` count over all heads. Raises ValueError if ``pattern`` is no such tensor.
+    ``active_blocks`` count over all heads. ``sparsity_ratio``, ``total_elements`` and ``active_elements`` are the
+    density and the counts by their older names, and ``density_ratio`` is ``1 - sparsity_ratio``. Raises ValueError if
+    ``pattern`` is no such tensor.
 
     >>> statistics = pattern_statistics(torch.eye(4, dtype=torch.bool))
     >>> statistics["avg_row_density"], statistics["diagonal_density"]
     (0.25, 1.0)
     """
     blocks = _checked("pattern", pattern).double()
-    rows = blocks.mean(-1)
+    rows, density = blocks.mean(-1), blocks.mean().item()
+    total, active = blocks.numel(), int(blocks.sum())
     return {
-        "density": blocks.mean().item(),
+        "density": density,
+        "sparsity_ratio": density,
+        "density_ratio": 1 - density,
         "avg_row_density": rows.mean().item(),
         "min_row_density": rows.min().item(),
         "max_row_density": rows.max().item(),
         "diagonal_density": blocks.diagonal(dim1=-2, dim2=-1).mean().item(),
-        "total_blocks": blocks.numel(),
-        "active_blocks": int(blocks.sum()),
+        "avg_col_density": blocks.mean(-2).mean().item(),
+        "total_blocks": total,
+        "total_elements": total,
+        "active_blocks": active,
+        "active_elements": active,
     }
+
+
+analyze_pattern_statistics = pattern_statistics
+"""`pattern_statistics` under its other old name."""
 
 
 class PatternVisualizer:
@@ -82,6 +95,13 @@ class PatternMetrics(NamedTuple):
     """All blocks over the kept blocks."""
     approximation_error: float
     """Relative L2 error of the weights after the kept weights of each row are scaled to sum to 1, or of the output."""
+    global_connectivity: float
+    """Pairs of blocks that a chain of kept blocks joins, over all pairs; NaN unless there are as many rows as columns.
+
+    If block row 3 keeps column 1 and block row 1 keeps column 0, then a chain joins 3 and 0.
+    """
+    compression_ratio: float
+    """Fraction of the blocks that is left out."""
 
 
 class PatternQualityAnalyzer:
@@ -171,7 +191,20 @@ def _metrics(blocks: Tensor, coverage: float, error: float) -> PatternMetrics:
         locality_score=int(near.sum()) / max(active, 1),
         efficiency_score=blocks.numel() / active if active else float("inf"),
         approximation_error=error,
+        global_connectivity=_connectivity(blocks),
+        compression_ratio=1 - active / blocks.numel(),
     )
+
+
+def _connectivity(blocks: Tensor) -> float:
+    rows, columns = blocks.shape[1:]
+    if rows != columns:
+        return math.nan
+    chains = blocks.float()
+    # Chains of at most 1, 2, 4, ... blocks: two that meet are one of at most twice the length.
+    for _ in range(rows.bit_length()):
+        chains = (chains + chains @ chains).clamp(max=1)
+    return chains.mean().item()
 
 
 def _checked(name: str, pattern: Tensor) -> Tensor:

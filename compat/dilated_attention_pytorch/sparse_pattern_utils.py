@@ -4,7 +4,9 @@ from dilated_attention_pytorch import (
     PatternConfig as PatternConfig,
     PatternMetrics as PatternMetrics,
     PatternQualityAnalyzer as PatternQualityAnalyzer,
+    PatternType as PatternType,
     PatternVisualizer as PatternVisualizer,
     SparsePatternGenerator as SparsePatternGenerator,
+    analyze_pattern_statistics as analyze_pattern_statistics,
     pattern_statistics as pattern_statistics,
 )

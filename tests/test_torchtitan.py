@@ -84,7 +84,9 @@ def test_sinks_get_the_lse_and_what_would_be_dropped_is_refused(titan: Any) -> N
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     expected = sparse_attention(*heads, Causal() & Window(20), sinks=sinks).transpose(1, 2)
     assert relative_error(out, expected) < 1e-6
-    with pytest.raises(ValueError, match="attention_masks: expected a Pattern or None, got Tensor"):
+    narrow = sparse_attention(*heads, Causal() & Window(5)).transpose(1, 2)
+    assert torch.equal(attention(q, k, v, attention_masks="window(5)"), narrow)
+    with pytest.raises(ValueError, match="attention_masks: expected a Pattern, its text or None, got Tensor"):
         attention(q, k, v, attention_masks=torch.ones(60, 60, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"options: .* got \['score_mod'\]"):
         attention(q, k, v, score_mod=lambda score, *at: score)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringtile.functional.attention import check_options, checked_tensors
-from ringtile.functional.tensors import is_real
+from ringtile.functional.tensors import check_plain, is_real
 from ringtile.kernels.contracts import in_bytes
 from ringtile.kernels.native import ranks
 from ringtile.kernels.native.library import reason_against
@@ -171,8 +171,11 @@ def checked(
             "groups: expected a divisor of the query's heads, and one key head or as many as groups, got "
             f"{groups=} with {query.shape=}, {key.shape=}"
         )
-    if weights is not None and (weights.shape != query.shape[:3] or not weights.is_floating_point()):
-        raise ValueError(f"weights: expected floating {tuple(query.shape[:3])}, got {weights.dtype=}, {weights.shape=}")
+    if weights is not None:
+        check_plain("weights", weights)
+        if weights.shape != query.shape[:3] or not weights.is_floating_point():
+            expected = tuple(query.shape[:3])
+            raise ValueError(f"weights: expected floating {expected}, got {weights.dtype=}, {weights.shape=}")
     if rule.num_heads is not None or rule.batch_size not in (None, batch):
         raise ValueError(f"pattern: expected a Pattern of all heads and of {batch} batch elements, got {pattern!r}")
     first: int | Tensor = n_keys - n_queries if start is None else start

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringtile.adaptive.indexer import checked, scored
-from ringtile.functional.attention import checked_tensors
+from ringtile.functional.attention import check_plain, checked_tensors
 from ringtile.kernels.contracts import scale_of
 from ringtile.patterns import Pattern
 from ringtile.patterns.checks import check_positive
@@ -71,6 +71,9 @@ def index_loss(
     """
     check_positive(block=block)
     query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
+    for name, x in (("index_key", index_key), ("indices", indices), ("pools", pools), ("rows", rows)):
+        if x is not None:
+            check_plain(name, x)
     (batch, n_heads, n_queries), n_keys, device = query.shape[:3], key.shape[2], query.device
     if pools is not None and (pools.dtype != torch.int64 or pools.shape != (batch, *index_key.shape[2:3])):
         raise ValueError(f"pools: expected int64 [B, n_pools], got {pools.dtype=}, {pools.shape=}, {index_key.shape=}")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ringtile.functional import sparse_attention
-from ringtile.patterns import Documents, Pattern, parse
+from ringtile.patterns import Documents, Pattern, as_rule
 
 
 def documents_of(positions: Tensor) -> Documents:
@@ -58,7 +58,7 @@ def _attention_class() -> Any:
             super().__init__(config)
             if config.balancer not in ("headtail", None):
                 raise ValueError(f"balancer: expected 'headtail' or None, got {config.balancer!r}")
-            self.pattern, self.balancer = parse(config.pattern), config.balancer
+            self.pattern, self.balancer = as_rule(config.pattern), config.balancer
 
         def forward(
             self,
@@ -66,7 +66,7 @@ def _attention_class() -> Any:
             k: Any,
             v: Any,
             *,
-            attention_masks: Pattern | None = None,
+            attention_masks: Pattern | str | None = None,
             scale: float | None = None,
             enable_gqa: bool = False,
             is_causal: bool = True,
@@ -79,9 +79,10 @@ def _attention_class() -> Any:
             """
             if given := {name: x for name, x in options.items() if x is not None and x is not False}:
                 raise ValueError(f"options: expected none that ringtile does not support, got {sorted(given)}")
-            if not (attention_masks is None or isinstance(attention_masks, Pattern)):
-                raise ValueError(f"attention_masks: expected a Pattern or None, got {type(attention_masks).__name__}")
-            rule = self.pattern if attention_masks is None else self.pattern & attention_masks
+            if not isinstance(attention_masks, Pattern | str | None):
+                got = type(attention_masks).__name__
+                raise ValueError(f"attention_masks: expected a Pattern, its text or None, got {got}")
+            rule = self.pattern if attention_masks is None else self.pattern & as_rule(attention_masks)
             compute: Any = sparse_attention
             keywords: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             if isinstance(q, DTensor):

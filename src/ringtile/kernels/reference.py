@@ -49,6 +49,9 @@ class _Problem:
 
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor):
+                raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
         if not q.ndim == k.ndim == v.ndim == 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             raise ValueError(
                 f"q, k, v: expected [B, H, Nq, D], [B, Hkv, Nk, D], got {q.shape=}, {k.shape=}, {v.shape=}"

@@ -27,7 +27,6 @@ from ringtile.adaptive import (
     Means,
     Probe,
     Recent,
-    Refined,
     Rounded,
     Scores,
     Shuffled,
@@ -160,19 +159,6 @@ def test_rounded_scores_are_the_root_mean_squares_of_all_rows_in_8_bits(
         counted = (own.sum(3) > 0).sum(2, keepdim=True).clamp(min=1)
         expected = normalized((own.square().sum(2) / counted).sqrt())
         assert torch.allclose(found[:, :, tile].double(), expected, atol=1e-6 if exact else 4e-3), tile
-
-
-def test_refined_scores_warn_and_are_rounded_ones_among_candidates() -> None:
-    q, k, _, _ = make_inputs(1, 2, 177, 177, dtype=torch.float32, score_scale=2.0)
-    view = View(q, k, base_of(Causal(), 177, 177))
-    with pytest.warns(DeprecationWarning, match="use Rounded"):
-        found = Refined(Blend(), Density(0.4))(view)
-    first, tiles = Blend()(view), view.base.tiles
-    candidates = Density(0.4).keep(first, tiles, torch.zeros_like(tiles[0, 0]))
-    kept = Rounded()(view) * candidates
-    assert torch.allclose(normalized(found * candidates), normalized(kept), atol=1e-6)
-    assert (found * ~candidates).max() < 1e-5
-    assert (found[~candidates & (first > 0)] > 0).all()
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES.values() if rule != Dense()], ids=str)

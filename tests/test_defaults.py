@@ -44,7 +44,6 @@ from ringtile.adaptive import (
     Means,
     Probe,
     Recent,
-    Refined,
     Rounded,
     Shuffled,
     Sum,
@@ -219,7 +218,6 @@ FEATURES: dict[str, Callable[[], Any]] = {
     "Antidiagonal": adaptive(Antidiagonal(8), Density(0.3)),
     "Antidiagonal masked": adaptive(Antidiagonal(8), Density(0.3), mask=MASK),
     "Recent, Shuffled": adaptive(Sum(Recent(), Shuffled(0)), Density(0.3)),
-    "Refined": lambda: adaptive(Refined(Probe(), TopK(5)), Density(0.3))(),
     "Controller": lambda: adaptive(Rounded(), Controller(0.8, rows=16))(),
     "audit": lambda: report(Choice(Probe(), Density(0.3), block=16)),
     "head_facts": lambda: tuple(head_facts(View(Q, K, build_index(Causal(), N, block=16)), V, Probe(), ROWS)),
@@ -291,7 +289,6 @@ def assert_equal(got: Any, wanted: Any) -> None:
         assert got == wanted
 
 
-@pytest.mark.filterwarnings("ignore:Refined goes:DeprecationWarning")
 @pytest.mark.parametrize("name", FEATURES)
 def test_no_result_depends_on_the_defaults(name: str) -> None:
     call = FEATURES[name]

@@ -28,7 +28,6 @@ from ringtile.adaptive.scores import (
     Means as Means,
     Probe as Probe,
     Recent as Recent,
-    Refined as Refined,
     Rounded as Rounded,
     Scores as Scores,
     Shuffled as Shuffled,

@@ -1,7 +1,6 @@
 """Scores of tiles: how much of its attention each row of tiles would give to each tile, estimated or computed."""
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.adaptive.budgets import Budget
 from ringtile.adaptive.view import Summaries, View, grouped_products, softmax, tile_positions, tiles_at_once
 from ringtile.kernels.masses import pooled_masses
 from ringtile.patterns.checks import check_positive
@@ -276,24 +274,6 @@ class Rounded(Scores):
 
     def __call__(self, view: View) -> Tensor:
         return view.normalized(view.rounded_masses())
-
-
-@dataclass(frozen=True)
-class Refined(Scores):
-    """`Rounded` among the best tiles by other scores, and these scores among the rest. Deprecated: use `Rounded`."""
-
-    first: Scores
-    candidates: Budget
-
-    def __post_init__(self) -> None:
-        warnings.warn("Refined goes in the next minor version: use Rounded()", DeprecationWarning, stacklevel=3)
-        if self.first.per_token:
-            raise ValueError(f"first: expected scores of tiles, got {self.first!r}, which are per token")
-
-    def __call__(self, view: View) -> Tensor:
-        found, allowed = self.first(view), view.base.tiles
-        candidates = self.candidates.keep(found, allowed, torch.zeros_like(allowed[0, 0]))
-        return view.normalized(torch.where(candidates, view.rounded_masses(), found * 2.0**-20))
 
 
 def summarized(view: View, high: Tensor, low: Tensor, pool: str | None) -> Tensor:

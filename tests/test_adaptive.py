@@ -474,7 +474,7 @@ def test_training_refuses_to_choose_by_the_future() -> None:
     q.requires_grad_()
     with pytest.raises(ValueError, match=r"scores, budget: Rounded\(\) chooses by later tokens, which training"):
         AdaptiveAttention(block=BLOCK)(q, k, v, is_causal=True)
-    with pytest.raises(ValueError, match=r"scores, budget: Controller\(0.9, 'call'.* chooses by later tokens"):
+    with pytest.raises(ValueError, match=r"scores, budget: Controller\(0.9, .* chooses by later tokens"):
         AdaptiveAttention(Probe("first"), Controller(0.9), block=BLOCK)(q, k, v, is_causal=True)
     for options, how in (
         ({}, {"is_causal": False}),
@@ -631,7 +631,6 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: Threshold(-1), "least: expected numbers of at least 0"),
         (lambda: Gain(-1), "least: expected numbers of at least 0"),
         (lambda: Controller(1.0), "quality: expected a number between 0 and 1"),
-        (lambda: Controller(0.9, "always"), "mode: expected 'call', 'offline' or 'running'"),
         (lambda: Controller(0.95, rows=18), "rows: expected at least 19 for quality=0.95, got 18"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -646,7 +645,9 @@ def test_each_layer_has_its_own_attention_and_nothing_learned_is_shared() -> Non
     assert model(torch.randn(1, 100, 16)).shape == (1, 100, 16)
     with pytest.raises(ValueError, match="attend: expected one, or one for each of num_layers=3 layers, got 2"):
         SparseTransformer(3, 16, 2, attend=each, **sizes)
-    for attend in (torch.nn.Linear(2, 2), AdaptiveAttention(budget=Controller(0.9, "running"))):
+    counting = AdaptiveAttention()
+    counting.stateful = True
+    for attend in (torch.nn.Linear(2, 2), counting):
         with pytest.raises(ValueError, match="would share what it learns"):
             SparseTransformer(2, 16, 2, attend=attend, **sizes)
         SparseTransformer(1, 16, 2, attend=attend, **sizes)

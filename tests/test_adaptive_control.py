@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,43 +166,6 @@ def test_batch_elements_have_densities_of_their_own() -> None:
     assert whole is not None
     assert alone.report is not None
     assert torch.equal(alone.report.density, whole.density[1:2])
-
-
-def test_offline_densities_come_from_the_calls_before_and_stay() -> None:
-    q, k = heads_of_many_kinds(1, 4)
-    controller = Controller(0.9, "offline", rows=128)
-    with pytest.raises(ValueError, match="mode: expected calls with fitting=True"):
-        select(q, k, budget=controller, is_causal=True, block=BLOCK)
-    controller.fitting = True
-    for _ in range(2):
-        index = select(q, k, budget=controller, is_causal=True, block=BLOCK)
-        assert index.tile_density == 1
-    controller.fitting = False
-    other, keys = heads_of_many_kinds(2, 4)
-    select(other, keys, budget=controller, is_causal=True, block=BLOCK)
-    first = controller.report
-    select(q, k, budget=controller, is_causal=True, block=BLOCK)
-    assert first is not None
-    assert controller.report is not None
-    # The thresholds are the same, and the densities follow the call.
-    assert controller._solved().shape == (1, 4)
-    assert torch.equal(first.dense[:1], controller.report.dense)
-    assert first.density.shape == (2, 4)
-    assert (first.density < 1).any()
-    assert first.recall.isnan().all()
-    q.requires_grad_()
-    select(q, k, Probe("first"), controller, is_causal=True, block=BLOCK)
-
-
-def test_running_densities_come_from_earlier_calls_and_warn() -> None:
-    q, k = heads_of_many_kinds(1, 4)
-    controller = Controller(0.9, "running", rows=N)
-    assert select(20 * q, k, budget=controller, is_causal=True, block=BLOCK).tile_density == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert select(20 * q, k, budget=controller, is_causal=True, block=BLOCK).tile_density < 1
-    with pytest.warns(UserWarning, match=r"heads \[.+\] keep less than 0.9 of their attention in this call"):
-        select(0.05 * q, k, budget=controller, is_causal=True, block=BLOCK)
 
 
 @pytest.mark.parametrize("scores", [Sum(Probe(), Blend()), Shuffled()], ids=repr)

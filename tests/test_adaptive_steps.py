@@ -225,9 +225,8 @@ def test_choices_that_cannot_decide_about_a_step() -> None:
             check_steps(Choice(scores))
     with pytest.raises(ValueError, match="scores: a cache needs scores without later tokens"):
         check_steps(Choice())
-    controller = Controller(0.9, "offline")
-    with pytest.raises(ValueError, match="budget: steps need a Budget"):
-        check_steps(Choice(Blend(None), controller))
+    with pytest.raises(ValueError, match="budget: a cache needs a Budget"):
+        check_steps(Choice(Blend(None), Controller(0.9)))
     with pytest.raises(ValueError, match="last_dense: a cache needs 0"):
         check_steps(Choice(Blend(None), last_dense=1))
     for scores in SCORES:

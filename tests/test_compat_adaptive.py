@@ -158,12 +158,10 @@ def test_bounds_hold_the_density_of_chosen_tiles() -> None:
 
 def test_what_contradicts_is_refused() -> None:
     core, create = BlockSparseRingDilatedAttention, create_adaptive_sparse_multihead_attention
-    running = AdaptiveAttention(budget=Controller(0.9, "running"))
     both: dict[str, Any] = {"quality_threshold": 0.9, "use_adaptive_sparsity": FIRST}
     calls: list[tuple[Any, str]] = [
         (lambda: core(use_adaptive_sparsity="yes"), "enabled: "),  # type: ignore[arg-type]
         (lambda: core(sparse_config=SMALL).enable_adaptive_sparsity(False), "enabled: "),
-        (lambda: core([64], [1], use_adaptive_sparsity=running), "enabled: "),
         (lambda: SparsePatternGenerator(SMALL).generate_pattern(500), "pattern_type: 'adaptive'"),
         (lambda: create(8, 2, quality_threshold=1.0), "quality: "),
         (lambda: create(8, 2, **both), "use_adaptive_sparsity: expected True beside quality_threshold=0.9"),

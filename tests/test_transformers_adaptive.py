@@ -11,7 +11,7 @@ from tiny import ENCODER, config_of, hf
 from torch import Tensor, nn
 
 from ringtile import sparse_attention
-from ringtile.adaptive import AdaptiveAttention, Controller, Density, Probe, Sum
+from ringtile.adaptive import AdaptiveAttention, Density, Probe, Sum
 from ringtile.index import build_index
 from ringtile.integrations.transformers import register, use_ringtile
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Window
@@ -233,8 +233,10 @@ def test_arguments() -> None:
         register("ringtile-own", attend=[1])
     with pytest.raises(ValueError, match=r"attend: expected a function of .*, or one per layer, got 1"):
         use_ringtile(model, attend=1)
+    counting = Random()
+    counting.stateful = True
     with pytest.raises(ValueError, match="attend: expected one per layer, since a call changes later ones"):
-        use_ringtile(model, attend=AdaptiveAttention(budget=Controller(0.9, "running")))
+        use_ringtile(model, attend=counting)
     register("ringtile-own", attend=[Random()])
     model.set_attn_implementation("ringtile-own")
     with pytest.raises(ValueError, match="attend: expected one function per layer, got 1 for layer=1"):

@@ -256,8 +256,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         ``AdaptiveAttention(Probe("first"), Density(0.25))``.
 
         Raises ValueError if there are several ranks, if ``enabled`` is neither or has a ``forward`` of its own, if
-        it is False and ``pattern_type`` is "adaptive", or if calls change later ones (a
-        `Controller` of another mode than "call") beside segments or gradient checkpointing.
+        it is False and ``pattern_type`` is "adaptive".
         """
         if not isinstance(enabled, bool | AdaptiveAttention):
             raise ValueError(f"enabled: expected True, False or an AdaptiveAttention, got {enabled!r}")
@@ -269,11 +268,6 @@ class BlockSparseRingDilatedAttention(nn.Module):
         # This module computes attention over an index itself: what an override adds to a choice would be lost.
         if own is not None and type(own).forward is not AdaptiveAttention.forward:
             raise ValueError(f"enabled: {own!r} attends in its own way: pass it as attend= of SparseMultiheadAttention")
-        if own is not None and own.stateful and (self.segment_lengths or self.use_gradient_checkpointing):
-            raise ValueError(
-                f"enabled: {own!r} changes with each call, expected the mode 'call' with segment_lengths="
-                f"{self.segment_lengths}, use_gradient_checkpointing={self.use_gradient_checkpointing}"
-            )
         self.adaptive, self._is_adaptive = own, enabled is not False
 
     def _chooser(self) -> AdaptiveAttention | None:

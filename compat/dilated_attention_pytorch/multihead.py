@@ -197,7 +197,7 @@ def create_adaptive_sparse_multihead_attention(
 
     >>> attention = create_adaptive_sparse_multihead_attention(64, 4, [256, 512], [1, 2], quality_threshold=0.95)
     >>> attention.attention.adaptive.choice.budget
-    Controller(0.95, 'call', rows=64, seed=0)
+    Controller(0.95, rows=64, seed=0)
     """
     shape, dilation_rates = _split(arguments, segment_lengths, dilation_rates)
     if shape.pop("pattern_type", "adaptive") != "adaptive":

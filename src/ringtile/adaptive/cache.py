@@ -28,8 +28,8 @@ class AdaptiveCache(LayerCache):
         choice: Scores and budget that decide by row, without later tokens.
         pattern: The pairs to choose from. It must not keep later keys.
 
-    Raises ValueError if the scores are not causal-safe, the budget is a `Controller` that looks at calls,
-    ``last_dense`` is set (each token is the last one once), or the pattern is bound to a length or keeps later keys.
+    Raises ValueError if the scores are not causal-safe, the budget is a `Controller`, ``last_dense`` is
+    set (each token is the last one once), or the pattern is bound to a length or keeps later keys.
 
     >>> from ringtile.adaptive import AdaptiveAttention, Density, Probe
     >>> from ringtile.patterns import Causal
@@ -128,10 +128,10 @@ def check_by_row(choice: Choice) -> None:
             "scores: a cache needs scores without later tokens: Probe('first'), Blend(None), Box(None), "
             f"Means(None), Recent(), Shuffled() or a Sum of these, got {scores!r}"
         )
-    if isinstance(budget, Controller) and (budget.mode != "offline" or budget.fitting):
+    if isinstance(budget, Controller):
         raise ValueError(
-            "budget: a cache needs one that decides about each row by itself, such as Density(0.25) or a "
-            f"Controller of the mode 'offline' after fitting, got {budget!r}"
+            "budget: a cache needs a Budget, which decides about each row by itself, such as "
+            f"Density(0.25), got {budget!r}"
         )
     if choice.last_dense:
         raise ValueError(

@@ -114,7 +114,7 @@ class Choice:
         recorded = torch.is_grad_enabled() and (view.query.requires_grad or view.key.requires_grad)
         # Without gradients nothing is learned, so evaluation may look at later tokens of a prompt.
         unsafe: Scores | Controller | None = self.scores if not self.scores.causal_safe else None
-        if isinstance(self.budget, Controller) and not self.budget.causal_safe:
+        if isinstance(self.budget, Controller):
             unsafe = unsafe or self.budget
         if recorded and not self.allow_future and unsafe is not None and not view.base.looks_ahead:
             raise ValueError(

@@ -1,8 +1,6 @@
 """Hold a quality: choose each head's threshold by the exact attention of a few rows."""
 
-import warnings
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,71 +40,32 @@ class Controller:
 
     Args:
         quality: Mean part of the attention to keep, between 0 and 1.
-        mode: "call" audits each call and holds the target in it. "offline" holds it on the calls made while `fitting`
-            is True, and then keeps the densities. "running" takes the densities of earlier calls, and warns if this one
-            falls below the target, but promises nothing.
         rows: Number of audited rows. Fewer than ``quality / (1 - quality)`` can prove nothing.
-        seed: Seed of the rows. The mode "call" takes the same ones in each call.
+        seed: Seed of the rows, which are the same in each call.
     """
 
-    def __init__(
-        self, quality: float, mode: Literal["call", "offline", "running"] = "call", *, rows: int = 64, seed: int = 0
-    ) -> None:
+    def __init__(self, quality: float, *, rows: int = 64, seed: int = 0) -> None:
         if not 0 < quality < 1:
             raise ValueError(f"quality: expected a number between 0 and 1, got {quality!r}")
-        if mode not in ("call", "offline", "running"):
-            raise ValueError(f"mode: expected 'call', 'offline' or 'running', got {mode!r}")
         if type(rows) is not int or rows * (1 - quality) < quality - 1e-9:
             raise ValueError(f"rows: expected at least {quality / (1 - quality):.0f} for {quality=}, got {rows!r}")
-        self.quality, self.mode, self.rows, self.seed = quality, mode, rows, seed
-        self.fitting = False
-        """True to gather rows for the mode "offline"."""
+        self.quality, self.rows, self.seed = quality, rows, seed
         self.report: ControlReport | None = None
         """What the last call chose and saw."""
-        self._lost: Tensor | None = None
-        self._count: Tensor | None = None
-        self._calls = 0
 
     def __repr__(self) -> str:
-        return f"Controller({self.quality}, {self.mode!r}, rows={self.rows}, seed={self.seed})"
-
-    @property
-    def causal_safe(self) -> bool:
-        """True if a call's densities do not depend on the call."""
-        return self.mode != "call"
+        return f"Controller({self.quality}, rows={self.rows}, seed={self.seed})"
 
     def keep(self, view: View, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         """Return the tiles that a call keeps, and report, from arguments as in `Budget.keep`."""
         scores = scores.nan_to_num(0)
-        if self.mode == "offline" and not self.fitting:
-            level = self._solved()
-            recall = scores.new_full(scores.shape[:2], torch.nan, dtype=torch.float64)
-        else:
-            lost, count = self._audit(view, scores, allowed, forced)
-            if self.mode == "call":
-                level = self._lowest(lost, count)
-            elif self._lost is None or self.fitting:
-                level = lost.new_full((1, lost.shape[1]), len(LEVELS) - 1, dtype=torch.int64)
-            else:
-                level = self._solved()
-            if self.mode != "call":
-                # Sums over the batch: the thresholds of later calls are the same for all batch elements.
-                self._lost = lost.sum(0, keepdim=True) + (0 if self._lost is None else self._lost)
-                self._count = count.sum(0, keepdim=True) + (0 if self._count is None else self._count)
-            recall = 1 - lost.gather(2, level.expand(lost.shape[:2]).unsqueeze(2)).squeeze(2) / count
-        level = level.expand(scores.shape[:2])
+        lost, count = self._audit(view, scores, allowed, forced)
+        level = self._lowest(lost, count)
+        recall = 1 - lost.gather(2, level.unsqueeze(2)).squeeze(2) / count
         kept = kept_above(_levels(scores)[level].unsqueeze(-1), scores, allowed, forced)
         density = kept.sum((2, 3)).double() / allowed.sum((2, 3)).clamp(min=1)
         self.report = ControlReport(density, recall, level == len(LEVELS) - 1)
-        if self.mode == "running" and bool((recall < self.quality).any()):
-            low = (recall < self.quality).nonzero()[:, 1].unique().tolist()
-            warnings.warn(f"heads {low} keep less than {self.quality} of their attention in this call", stacklevel=3)
         return kept
-
-    def _solved(self) -> Tensor:
-        if self._lost is None or self._count is None:
-            raise ValueError("mode: expected calls with fitting=True before others, in the mode 'offline'")
-        return self._lowest(self._lost, self._count)
 
     def _lowest(self, lost: Tensor, count: Tensor) -> Tensor:
         """Return the first level whose risk is below the target, the last one if there is none."""
@@ -117,9 +76,7 @@ class Controller:
 
     def _audit(self, view: View, scores: Tensor, allowed: Tensor, forced: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mass that audited rows drop at each level, added up ``[B, H, L]``, and their number ``[B, H]``."""
-        base, generator = view.base, torch.Generator().manual_seed(self.seed + self._calls)
-        # A call that is made again, as by a checkpoint, must choose the same tiles.
-        self._calls += self.mode != "call"
+        base, generator = view.base, torch.Generator().manual_seed(self.seed)
         # The rows are uniform and without replacement, which the bound of the target assumes.
         row = (
             torch.randperm(base.n_queries, generator=generator, device="cpu")[: self.rows].sort().values.to(base.device)

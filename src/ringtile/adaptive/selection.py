@@ -45,12 +45,6 @@ class AdaptiveAttention(nn.Module):
         self.choice = Choice(scores, budget, **options)
 
     @property
-    def stateful(self) -> bool:
-        """True if a call changes later ones, so that each layer needs a module of its own."""
-        budget = self.choice.budget
-        return isinstance(budget, Controller) and budget.mode != "call"
-
-    @property
     def report(self) -> ControlReport | None:
         """What the `Controller` chose and saw in the last call, or None."""
         return self.choice.budget.report if isinstance(self.choice.budget, Controller) else None

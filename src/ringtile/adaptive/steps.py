@@ -6,7 +6,6 @@ from torch import Tensor
 from ringtile.adaptive.budgets import Budget
 from ringtile.adaptive.cache import check_by_row
 from ringtile.adaptive.choice import Choice
-from ringtile.adaptive.control import Controller
 from ringtile.adaptive.scores import Boxes, Pooled, Scores, Sum, boxes_of
 from ringtile.adaptive.view import summaries
 from ringtile.functional import sparse_attention
@@ -53,8 +52,6 @@ class Pages:
 def check_steps(choice: Choice) -> None:
     """Raise ValueError if a choice cannot decide about a step from the boxes of tiles and the step's query."""
     check_by_row(choice)
-    if isinstance(choice.budget, Controller):
-        raise ValueError(f"budget: steps need a Budget, such as Density(0.1), got {choice.budget!r}")
     _parts(choice.scores)
 
 

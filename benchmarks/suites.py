@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_sparse import TorchSparse
 
 from ringtile.patterns import Blocks, Causal, Pattern
 from ringtile.tools import bench
@@ -153,7 +154,7 @@ SUITES = tuple(_SUITES)
 
 def suite(name: str, backend: str | None = None) -> list[Task]:
     """Return the tasks of one of `SUITES`, in the order in which they are measured."""
-    peers = {peer.name: peer for peer in all_peers(backend)}
+    peers = {peer.name: peer for peer in (*all_peers(backend), TorchSparse())}
     return [task for cells in _SUITES[name] for task in cells(peers)]
 
 

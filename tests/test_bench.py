@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import suites
 from suites import CLAIMED, PEERS, SUITES, random_tiles, suite
+from torch_sparse import TorchSparse
 
 from ringtile import cli
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose
@@ -40,6 +41,7 @@ from ringtile.tools.memory import Peaks, peak_memory
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, write_whole
 
 CPU = torch.device("cpu")
+ALL_PEERS = [*all_peers(), TorchSparse()]
 RATES = {"fma_float32": 1e9, "fma_float64": 5e8, "exp_float32": 1e8, "exp_float64": 1e7, "read": 1e8}
 
 
@@ -276,7 +278,7 @@ def test_dense_is_causal_where_the_pattern_is(pattern, dense):
 
 # Uncompiled, FlexAttention warns that it is slow and its own code meets deprecations of torch.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [peer.name for peer in all_peers()])
+@pytest.mark.parametrize("name", [peer.name for peer in ALL_PEERS])
 @pytest.mark.parametrize(
     ("pattern", "sizes"),
     [
@@ -290,7 +292,7 @@ def test_dense_is_causal_where_the_pattern_is(pattern, dense):
 )
 def test_real_peers_compute_the_same_attention(name, pattern, sizes, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    (peer,) = (peer for peer in all_peers() if peer.name == name)
+    (peer,) = (peer for peer in ALL_PEERS if peer.name == name)
     case = small_case(pattern, **{"n_tokens": 200, "heads": 4, **sizes})
     if name == DENSE and case.queries not in (1, 200):
         assert peer.unsupported(case) == ["its causal mask needs as many queries as keys"]
@@ -313,19 +315,19 @@ def test_real_peers_compute_the_same_attention(name, pattern, sizes, monkeypatch
 
 def test_peers_say_what_they_do_not_take():
     small, long = small_case(), small_case(Dense(), n_tokens=20_000)
-    reasons = {peer.name: peer.unsupported(small) for peer in all_peers()}
+    reasons = {peer.name: peer.unsupported(small) for peer in ALL_PEERS}
     assert reasons.pop("flex") == ["takes seconds to compile for each length, timed from N 2048 up"]
     assert not any(reasons.values())
-    reasons = {peer.name: peer.unsupported(long) for peer in all_peers()}
+    reasons = {peer.name: peer.unsupported(long) for peer in ALL_PEERS}
     assert reasons["sdpa-mask"] == ["its mask has 400,000,000 pairs, timed up to 268,435,456"]
     assert reasons["torch.sparse"][0] == "keeps 800,000,000 pairs over all heads, timed up to 1,048,576"
     assert reasons["ringtile"] == reasons["dense"] == reasons["flex"] == []
     vast = small_case(Dense(), n_tokens=131072)
     assert SdpaDense().unsupported(vast) == ["computes 34,359,738,368 pairs, timed up to 4,294,967,296"]
     low = small_case(dtype=torch.bfloat16, n_tokens=2048)
-    assert [peer.name for peer in all_peers() if peer.unsupported(low)] == ["torch.sparse"]
+    assert [peer.name for peer in ALL_PEERS if peer.unsupported(low)] == ["torch.sparse"]
     high = small_case(dtype=torch.float64, n_tokens=2048)
-    assert [peer.name for peer in all_peers() if peer.unsupported(high)] == ["flex"]
+    assert [peer.name for peer in ALL_PEERS if peer.unsupported(high)] == ["flex"]
 
 
 def test_peak_memory_counts_what_a_pass_allocates_saves_and_frees():
@@ -565,7 +567,7 @@ def test_whose_work_is_not_known(monkeypatch):
     for peer in (
         Fake(),
         Ringtile("blockwise"),
-        *(peer for peer in all_peers() if peer.name not in ("ringtile", DENSE)),
+        *(peer for peer in ALL_PEERS if peer.name not in ("ringtile", DENSE)),
     ):
         assert work_of(case, BOTH, peer) == []
     assert work_of(small_case(dtype=torch.bfloat16), BOTH, SdpaDense()) == []
@@ -638,7 +640,7 @@ def test_a_case_runs_with_its_own_threads():
 
 def test_the_grid_meets_every_value_with_every_peer():
     cells = suite("grid")
-    assert set(PEERS) == {peer.name for peer in all_peers()} - {"ringtile"}
+    assert set(PEERS) == {peer.name for peer in ALL_PEERS} - {"ringtile"}
     sizes = {(cell.case.head_dim, cell.case.dtype) for cell in cells}
     assert sizes == set(product((64, 80, 96, 128), (torch.float32, torch.bfloat16)))
     for n_tokens in (1024, 4096):
@@ -646,7 +648,7 @@ def test_the_grid_meets_every_value_with_every_peer():
         found = [case.index.density for case in slices if case.head_dim == 64 and case.dtype == torch.float32]
         assert found == pytest.approx([1, 0.5, 0.25, 0.1, 0.05, 0.02], rel=0.05)
     # Each peer can run at each density, at one of the two lengths.
-    for peer in all_peers():
+    for peer in ALL_PEERS:
         able = {cell.case.asked for cell in cells if not peer.unsupported(cell.case)}
         assert able >= {"dense", *(f"window(1) at {density:g}" for density in (0.5, 0.25, 0.1, 0.05, 0.02))}, peer.name
         assert any(not peer.unsupported(cell.case) for cell in cells if cell.case.n_tokens >= 4096), peer.name
@@ -678,10 +680,10 @@ def test_the_claims_are_measured_at_their_tile_densities():
     assert torch.equal(random_tiles(4, 0.05), torch.eye(4, dtype=torch.bool))
 
 
-def test_the_default_suite_is_what_the_command_measures_without_arguments():
+def test_the_default_suite_is_what_the_command_measures_without_arguments_and_torch_sparse():
     args = cli.parse(["bench"])
     tasks = list(bench._tasks(args))
-    assert [(task.case, [peer.name for peer in task.peers], task.directions) for task in tasks] == [
+    assert [(task.case, [*(peer.name for peer in task.peers), "torch.sparse"], task.directions) for task in tasks] == [
         (task.case, [peer.name for peer in task.peers], task.directions) for task in suite("default")
     ]
     assert (args.patterns, args.tokens) == (PATTERNS, TOKENS)

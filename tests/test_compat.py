@@ -450,7 +450,7 @@ def test_pattern_types_are_names_or_text() -> None:
         config = SparsePatternConfig(PatternType[name])
         assert config == SparsePatternConfig(text)
         assert repr(config) == repr(SparsePatternConfig(text))
-    for name, instead in (("RANDOM", "SampledBlocks"), ("STRIDED", "Strided"), ("HIERARCHICAL", "hierarchical")):
+    for name, instead in (("RANDOM", "RandomBlocks"), ("STRIDED", "Strided"), ("HIERARCHICAL", "hierarchical")):
         with pytest.raises(ValueError, match=rf"pattern_type: .*'{name.lower()}'; use ringtile.patterns.{instead}$"):
             SparsePatternConfig(PatternType[name])
         assert hasattr(ringtile.patterns, instead)

@@ -21,7 +21,7 @@ _SHAPING = {
 }
 """Each pattern type and the fields that shape it."""
 
-_ELSEWHERE = {"strided": "Strided", "random": "SampledBlocks", "hierarchical": "hierarchical"}
+_ELSEWHERE = {"strided": "Strided", "random": "RandomBlocks", "hierarchical": "hierarchical"}
 """Pattern types that are patterns of `ringtile.patterns`, without a density to solve for."""
 
 

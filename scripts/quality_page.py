@@ -75,7 +75,7 @@ texts calibrated.
 * **Text kept** is the ratio of the perplexities of the text in the middle. **Copy kept** is the part of the benefit
   that the model has from the first passage when it reads the second one. **Needles kept** counts the digits of the
   answers that are the model's first choice, as a part of those that dense attention gets right.
-* Figures are means of all texts. In brackets is the **worst** text. Below the rows is each text by itself.
+* Figures are means of all texts. In brackets is the **worst** text.
 * **Tiles** is the tile density. **+probes** adds the pairs whose scores the choice computes. An exact one costs as much
   as a pair of dense attention. One of the default counts as a quarter: it has 8 bits instead of 32, and processors with
   AVX512-VNNI multiply four times as many of them per instruction.

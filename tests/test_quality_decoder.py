@@ -434,8 +434,6 @@ def test_the_table_shows_each_cell_and_each_failure() -> None:
     assert rows[5][:5] == ["-", "default", "calibrated", "2%", "0.046"]
     assert rows[6] == "window density 10%: no memory".split()
     assert shown[7] == "- below the floor of 4.6%"
-    assert rows[10] == "code 90.0 98.0 / 90.0 / 80.0 50.0 / 90.0 / 10.0".split()
-    assert rows[11] == "novel nan 97.0 / 90.0 / 90.0 - / - / -".split()
     assert [line.split(",")[1] for line in shown if line.startswith("prefill")] == [" 8"]
     assert rows[-1] == ["default", "calibrated", "25%", "3.00", "4.00", "0.75"]
 

@@ -1,4 +1,4 @@
-"""`ringtile quality`: how much of a model's quality sparse attention keeps, text by text."""
+"""`ringtile quality`: how much of a model's quality sparse attention keeps."""
 
 import argparse
 from collections.abc import Callable, Mapping

@@ -295,15 +295,12 @@ def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> list
     return list(leg.jobs(quick=args.quick))
 
 
-_KEPT = ("text", "copy", "needles", "recall")
 _SECONDS = {"prefill, s": "seconds", "sdpa, s": "dense_seconds", "ratio": "ratio"}
-Row = tuple[str, str, float | None]
-"""Scores, budget, and the density or quality asked for."""
 
 
 def table(cells: Iterable[Cell]) -> list[str]:
     """Return the lines of the decoder's tables, in percent. Cells without figures are named with their reason."""
-    groups: dict[str, dict[Row, list[Cell]]] = {}
+    groups: dict[str, dict[tuple[str, str, float | None], list[Cell]]] = {}
     for cell in cells:
         at = cell.setting
         if at.leg == "decoder" and at.task in ("far copy", "prefill"):
@@ -332,7 +329,7 @@ def table(cells: Iterable[Cell]) -> list[str]:
                 seconds = {head: f"{statistics.mean(each):.2f}" if each else "" for head, each in found.items()}
                 shown.append({**words, **(_kept(group) if judges else {}), **seconds})
         marked = [f"- below the floor of {floor:.1%}"] if any(row["  scores"][0] == "-" for row in shown) else []
-        lines += ["", what, *aligned(shown, 3), *others, *marked, *(_by_text(rows) if judges else [])]
+        lines += ["", what, *aligned(shown, 3), *others, *marked]
     return lines
 
 
@@ -340,20 +337,16 @@ def _figures(group: Iterable[Cell], name: str) -> list[float]:
     return [value for cell in group if (value := cell.figure(name)) is not None]
 
 
-def _of_texts(group: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """Return the cells of each text. A record of before has one sequence of each, without a name."""
-    found: dict[str, list[Cell]] = {}
-    for cell in group:
-        found.setdefault(str(cell.setting.sizes.get("text", cell.setting.seed)), []).append(cell)
-    return found
-
-
 def _kept(group: list[Cell]) -> dict[str, str]:
     """Return the densities of a row, and what it keeps: means, and the worst text or the worst head of any text."""
     density, probes = statistics.mean(cell.measured.realised or math.nan for cell in group), _figures(group, "probed")
     found = {"tiles": f"{density:.3f}", "+probes": f"{density + statistics.mean(probes):.3f}" if probes else ""}
-    for name in _KEPT:
-        means = [statistics.mean(some) for each in _of_texts(group).values() if (some := _figures(each, name))]
+    texts: dict[str, list[Cell]] = {}
+    for cell in group:
+        # Records of earlier versions have one sequence per text, without a name.
+        texts.setdefault(str(cell.setting.sizes.get("text", cell.setting.seed)), []).append(cell)
+    for name in ("text", "copy", "needles", "recall"):
+        means = [statistics.mean(some) for each in texts.values() if (some := _figures(each, name))]
         heads = _figures(group, "worst_head") if name == "recall" else []
         worst = min(heads or means, default=math.nan)
         shown = f"{100 * statistics.mean(means):.1f} ({100 * worst:.1f})" if means else ""
@@ -365,22 +358,3 @@ def floor_of(tokens: int, block: int, forced: int = 1) -> float:
     """Return the tile density of causal attention that keeps each query's own tile alone, or ``forced`` tiles."""
     rows = -(-tokens // block)
     return sum(min(row, forced) for row in range(1, rows + 1)) / (rows * (rows + 1) / 2)
-
-
-def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:
-    """Return what the calibrated default keeps of each text: prose, far copy and needles. Dense: its right digits."""
-    shown = {row: _of_texts(group) for row, group in rows.items() if row[:2] == ("default", "calibrated")}
-    dense = _of_texts(cell for row, group in rows.items() if row[0] == DENSE for cell in group)
-    texts = list(dict.fromkeys(text for of_text in shown.values() for text in of_text))
-    if not _figures((cell for group in dense.values() for cell in group), "digits"):
-        return []
-    lines = []
-    for text in texts:
-        digits = statistics.mean(_figures(dense.get(text, []), "digits") or [math.nan])
-        line = {"text / copy / needles kept": text, "digits": f"{100 * digits:.1f}"}
-        for row, of_text in shown.items():
-            found = [_figures(of_text.get(text, []), name) for name in _KEPT[:3]]
-            words = " / ".join(f"{100 * statistics.mean(each):.1f}" if each else "-" for each in found)
-            line[f"calibrated {row[2]:.0%}"] = words
-        lines.append(line)
-    return ["", *aligned(lines, 1)]

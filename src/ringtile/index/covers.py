@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
+from ringtile.patterns.grid import counted
 
 MAX_BYTES = 2 << 30
 """Default budget of one build."""
@@ -127,9 +128,8 @@ def touched(
         row = cover.row - grid.first_row
         count = copies[row]
         budget.check(pattern, int(count.sum()), _COVER_BYTES)
-        which = torch.repeat_interleave(count)
-        part = torch.arange(len(which), device=row.device) + (begin[row] - (count.cumsum(0) - count))[which]
-        first, lo, hi = of_rows[part], cover.lo[which], cover.hi[which]
+        which, step = counted(count)
+        first, lo, hi = of_rows[begin[row[which]] + step], cover.lo[which], cover.hi[which]
         one = (hi > lo).int()
         change.index_add_(0, first + lo, one).index_add_(0, first + hi, one, alpha=-1)
     return change.view(n_parts, width).cumsum(1, dtype=torch.int32)[:, :-1] > 0

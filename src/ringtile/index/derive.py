@@ -11,6 +11,7 @@ from ringtile.index.restrict import check_keep, envelopes_of, restricted
 from ringtile.index.tile_index import AnIndex, TileIndex
 from ringtile.index.tiles import BLOCKS, EMPTY, FULL, chunks, collect, full_word, pack_words, unpack_words
 from ringtile.patterns.base import Dense, TileGrid
+from ringtile.patterns.grid import counted
 
 _ROWS = 1 << 16
 """Token rows of tiles whose bits are cut at once."""
@@ -240,8 +241,8 @@ def keys_of(index: TileIndex, queries: Tensor) -> Tensor:
     for begins, column, tile in ((lists.full_ptr, lists.full, None), (lists.partial_ptr, lists.partial, lists.tile)):
         first, count = begins.long()[slot], begins.diff().long()[slot]
         # Slots with 2 and 3 entries, from entries 7 and 0 on: numbers 0 0 1 1 1, entries 7 8 0 1 2.
-        number = torch.repeat_interleave(count)
-        entry = torch.arange(len(number), device=index.device) + (first - count.cumsum(0) + count)[number]
+        number, step = counted(count)
+        entry = first[number] + step
         target = number * cols + column.long()[entry]
         if tile is None:
             found[target] = True

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from ringtile.patterns.checks import LARGEST, checked_int
 from ringtile.patterns.grid import Cover as Cover, TileGrid as TileGrid, number_pairs
 
 if TYPE_CHECKING:
@@ -250,6 +251,10 @@ class Pattern:
 
     def __repr__(self) -> str:
         return self.text if self.text is not None else f"<{type(self).__name__} without a text form>"
+
+    def _set_int(self, owner: str, name: str, minimum: int = 0, maximum: int = LARGEST) -> None:
+        """Make a field an int in ``[minimum, maximum]``. Raise ValueError that names it as an argument of ``owner``."""
+        object.__setattr__(self, name, checked_int(owner, name, getattr(self, name), minimum, maximum))
 
     def _set_text(self, text: str | None) -> None:
         object.__setattr__(self, "text", text if self._has_text else None)

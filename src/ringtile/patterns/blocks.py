@@ -13,7 +13,7 @@ from ringtile.patterns.base import Composed, Pattern, same_for_heads
 from ringtile.patterns.checks import LARGEST_BLOCK, as_tensor, checked_int
 from ringtile.patterns.content import Content
 from ringtile.patterns.functions import FlexRule, MaskMod, Reads
-from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
+from ringtile.patterns.grid import Cover, TileGrid, counted, interval_cover, number_pairs
 from ringtile.patterns.traced import outside_graphs
 
 _MAX_PAIRS = 64
@@ -244,11 +244,11 @@ class SampledBlocks(BlockPattern):
 
     def __post_init__(self) -> None:
         name = "sampled_blocks"
-        object.__setattr__(self, "of", checked_int(name, "of", self.of, 1, LARGEST_BLOCK))
-        object.__setattr__(self, "keep", checked_int(name, "keep", self.keep, 1, self.of))
-        object.__setattr__(self, "block", checked_int(name, "block", self.block, 1, LARGEST_BLOCK))
-        object.__setattr__(self, "segment", checked_int(name, "segment", self.segment, 1))
-        object.__setattr__(self, "within", checked_int(name, "within", self.within))
+        self._set_int(name, "of", 1, LARGEST_BLOCK)
+        self._set_int(name, "keep", 1, self.of)
+        self._set_int(name, "block", 1, LARGEST_BLOCK)
+        self._set_int(name, "segment", 1)
+        self._set_int(name, "within")
         if self.segment % self.block:
             raise ValueError(f"{name} expects a multiple of block={self.block}, got segment={self.segment}")
         if self.within % self.segment:
@@ -288,9 +288,8 @@ class SampledBlocks(BlockPattern):
         # With keep 1 of 3, segment 4 keeps blocks 4, 1 (k = 0, 1), and 7 (k = -1). In [2, 8), k runs from -1 to 0.
         least = -((high - 2 + self.keep - number) // self.of)
         count = (1 + (number - low) // self.of - least).clamp(min=0).where(high > low, 0)
-        which = torch.repeat_interleave(count)
-        k = least[which] + torch.arange(len(which), device=count.device) - (count.cumsum(0) - count)[which]
-        end = number[which] - k * self.of + 1
+        which, step = counted(count)
+        end = number[which] - (least[which] + step) * self.of + 1
         return tile[which], torch.maximum(end - self.keep, low[which]), torch.minimum(end, high[which])
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:

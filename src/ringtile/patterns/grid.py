@@ -100,13 +100,19 @@ class Cover(NamedTuple):
         met = torch.searchsorted(high, begin, right=True)
         count = torch.searchsorted(low, end) - met
         # [0, 4) and [6, 9) meet [1, 2), [3, 7) as counts 2 and 1: mine is 0 0 1 and theirs 0 1 1.
-        mine = torch.repeat_interleave(count)
-        theirs = torch.arange(len(mine), device=mine.device) + (met - count.cumsum(0) + count)[mine]
+        mine, step = counted(count)
+        theirs = met[mine] + step
         return Cover(
             first.row[mine],
             torch.maximum(first.lo[mine], second.lo[theirs]),
             torch.minimum(first.hi[mine], second.hi[theirs]),
         )
+
+
+def counted(count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a number per item, and its place among the equal ones: of counts 2 and 1, (0, 0, 1) and (0, 1, 0)."""
+    which = torch.repeat_interleave(count)
+    return which, torch.arange(len(which), device=count.device) - (count.cumsum(0) - count)[which]
 
 
 def interval_cover(rows: Tensor, lo: Tensor | int, hi: Tensor | int, grid: TileGrid) -> Cover:

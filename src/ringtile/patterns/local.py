@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, full_shape, same_for_heads
-from ringtile.patterns.checks import checked_int, checked_ints
+from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover, number_pairs, periodic_classes
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
@@ -52,11 +52,11 @@ class Window(OffsetPattern):
     _size = ("left", 0)
 
     def __post_init__(self) -> None:
-        left = checked_int("window", "left", self.left)
-        right = left if self.right is None else checked_int("window", "right", self.right)
-        object.__setattr__(self, "left", left)
-        object.__setattr__(self, "right", right)
-        self._set_text(f"window({left})" if left == right else f"window({left}, {right})")
+        if self.right is None:
+            object.__setattr__(self, "right", self.left)
+        self._set_int("window", "left")
+        self._set_int("window", "right")
+        self._set_text(f"window({self.left})" if self.left == self.right else f"window({self.left}, {self.right})")
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -86,7 +86,7 @@ class Strided(OffsetPattern):
     stride: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stride", checked_int("strided", "stride", self.stride, 1))
+        self._set_int("strided", "stride", 1)
         self._set_text(f"strided({self.stride})")
 
     @property
@@ -112,30 +112,24 @@ class GlobalTokens(Pattern):
     """
 
     tokens: int | Sequence[int]
+    _size = ("tokens", 2)
     unbounded = True
     head_class = same_for_heads
 
     def __post_init__(self) -> None:
-        tokens: int | tuple[int, ...]
         if isinstance(self.tokens, Sequence):
-            tokens = tuple(sorted(set(checked_ints("global_tokens", "tokens", self.tokens))))
-            text = str(list(tokens))
+            tokens = sorted(set(checked_ints("global_tokens", "tokens", self.tokens)))
+            object.__setattr__(self, "tokens", tuple(tokens))
+            object.__setattr__(self, "_size", None)
+            self._set_text(f"global_tokens({tokens})")
         else:
-            tokens = checked_int("global_tokens", "tokens", self.tokens)
-            text = str(tokens)
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "_size", None if isinstance(tokens, tuple) else ("tokens", 2))
-        self._set_text(f"global_tokens({text})")
+            self._set_int("global_tokens", "tokens")
+            self._set_text(f"global_tokens({self.tokens})")
 
     def _edges(self, device: torch.device) -> Tensor:
-        """Return the begin of each run of global tokens, and the first position after it."""
-        if not isinstance(self.tokens, tuple):
-            return torch.tensor([-FAR, self.tokens], dtype=torch.int64, device=device)
-        at = torch.tensor(self.tokens, dtype=torch.int64, device=device)
-        apart = at.diff() > 1
-        # Of 3, 4 and 9, runs begin at 3 and 9, and end at 5 and 10.
-        begins, ends = torch.cat([at[:1], at[1:][apart]]), torch.cat([at[:-1][apart], at[-1:]]) + 1
-        return torch.stack([begins, ends], 1).flatten()
+        """Return where runs of global tokens begin, and where they end: 3, 4, 4, 5 for the tokens 3 and 4."""
+        first = [-FAR, self.tokens] if isinstance(self.tokens, int) else [at + i for at in self.tokens for i in (0, 1)]
+        return torch.tensor(first, dtype=torch.int64, device=device)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         edges = self._edges(query.device)
@@ -144,23 +138,19 @@ class GlobalTokens(Pattern):
         return full_shape(of_query | of_key, head, query, key)
 
     def _numbers(self, tile: Tensor, block: int) -> Tensor:
-        """Return 0 for tiles without global tokens, 1 if all are, and otherwise a number of their own."""
+        """Return 0 for tiles without global tokens, 1 if all are the first ones, and otherwise a number per tile."""
         edges, first = self._edges(tile.device), (tile * block).contiguous()
         before, within = (torch.searchsorted(edges, at, right=True) for at in (first, first + block - 1))
         return torch.where(before == within, before % 2, 2 + before)
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
-        runs = self._edges(rows.device).view(-1, 2)
-        lo, hi = runs[:, 0] // grid.block, (runs[:, 1] - 1) // grid.block + 1
+        begin, end = self._edges(rows.device).view(-1, 2).unbind(1)
         # Runs in the same tile are one interval.
-        first = torch.ones_like(lo, dtype=torch.bool)
-        first[1:] = lo[1:] > hi[:-1]
-        lo, hi = lo[first], hi[first.roll(-1)]
+        one = interval_cover(0 * begin, *grid.tiles_of(begin, end, 1), grid).disjoint(grid.n_cols)
         is_global = self._numbers(rows, grid.block) > 0
         row, more = rows[is_global], rows[~is_global]
-        every = torch.cat([row, more.repeat_interleave(len(lo))])
-        lo, hi = (torch.cat([x, y.repeat(len(more))]) for x, y in ((0 * row, lo), (0 * row + grid.n_cols, hi)))
-        return interval_cover(every, lo, hi, grid)
+        of_runs = Cover(more.repeat_interleave(len(one.lo)), one.lo.repeat(len(more)), one.hi.repeat(len(more)))
+        return Cover(*map(torch.cat, zip(interval_cover(row, 0, grid.n_cols, grid), of_runs, strict=True)))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.cover(head, rows, grid).size()
@@ -204,9 +194,9 @@ class Segments(Pattern):
     unbounded = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "length", checked_int("segments", "length", self.length, 1))
-        object.__setattr__(self, "dilation", checked_int("segments", "dilation", self.dilation, 1))
-        object.__setattr__(self, "shift", checked_int("segments", "shift", self.shift))
+        self._set_int("segments", "length", 1)
+        self._set_int("segments", "dilation", 1)
+        self._set_int("segments", "shift")
         dilation = f", {self.dilation}" if self.dilation > 1 or self.shift else ""
         shift = f", {self.shift}" if self.shift else ""
         self._set_text(f"segments({self.length}{dilation}{shift})")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, full_shape, same_for_heads
-from ringtile.patterns.checks import LARGEST_BLOCK, checked_int, checked_ints
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_ints
 from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover, number_pairs, periodic_classes
 
 ANY = FAR
@@ -179,7 +179,7 @@ class Dilated(OffsetPattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", checked_ints("dilated", "rates", self.rates, 1))
-        object.__setattr__(self, "window", checked_int("dilated", "window", self.window))
+        self._set_int("dilated", "window")
         self._set_text(f"dilated({list(self.rates)}, {self.window})")
 
     @property
@@ -209,8 +209,8 @@ class BlockDilated(OffsetPattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", checked_ints("block_dilated", "rates", self.rates, 1))
-        object.__setattr__(self, "reach", checked_int("block_dilated", "reach", self.reach))
-        object.__setattr__(self, "block", checked_int("block_dilated", "block", self.block, 1, LARGEST_BLOCK))
+        self._set_int("block_dilated", "reach")
+        self._set_int("block_dilated", "block", 1, LARGEST_BLOCK)
         block = "" if self.block == 128 else f", block={self.block}"
         self._set_text(f"block_dilated({list(self.rates)}, {self.reach}{block})")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringtile.patterns.base import Cover, TileGrid
 from ringtile.patterns.blocks import BlockPattern, among, max_met
-from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
+from ringtile.patterns.checks import LARGEST_BLOCK
 
 WORD = 2**32 - 1
 
@@ -65,9 +65,9 @@ class RandomBlocks(BlockPattern):
     unbounded = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "per_row", checked_int("random_blocks", "per_row", self.per_row))
-        object.__setattr__(self, "seed", checked_int("random_blocks", "seed", self.seed, 0, 2**64 - 1))
-        object.__setattr__(self, "block", checked_int("random_blocks", "block", self.block, 1, LARGEST_BLOCK))
+        self._set_int("random_blocks", "per_row")
+        self._set_int("random_blocks", "seed", 0, 2**64 - 1)
+        self._set_int("random_blocks", "block", 1, LARGEST_BLOCK)
         seed = f", seed={self.seed}" if self.seed else ""
         block = f", block={self.block}" if self.block != 128 else ""
         self._set_text(f"random_blocks({self.per_row}{seed}{block})")

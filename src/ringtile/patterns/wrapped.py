@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringtile.patterns.base import Composed, Dense, Pattern, Wrapper, sized
 from ringtile.patterns.documents import Documents
-from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
+from ringtile.patterns.grid import Cover, TileGrid, counted, interval_cover, number_pairs
 from ringtile.patterns.local import Causal, Segments
 
 
@@ -192,7 +192,7 @@ class PerDocument(Composed, rule=("allowed",)):
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         block, starts = grid.block, self.documents.starts(rows)
         first, last = (self.documents.document(at) for at in (rows * block, rows * block + block - 1))
-        which, step = _counted(last - first + 1)
+        which, step = counted(last - first + 1)
         row, begin, end = rows[which], starts[first[which] + step], starts[first[which] + step + 1]
         low, high = torch.maximum(row * block, begin) - begin, torch.minimum(row * block + block, end) - begin - 1
         # With a document from 100 on, row 1 of 128 (128 ... 255) is 28 ... 155 there: rows 0 and 1 of it alone.
@@ -202,7 +202,7 @@ class PerDocument(Composed, rule=("allowed",)):
         alone = self.inner.cover(head, tile.unique(), self._grid(starts, block))
         row_of, order = alone.row.sort(stable=True)
         at = torch.searchsorted(row_of, tile)
-        of_tile, step = _counted(torch.searchsorted(row_of, tile, right=True) - at)
+        of_tile, step = counted(torch.searchsorted(row_of, tile, right=True) - at)
         which, entry = which[of_tile], order[at[of_tile] + step]
         lo, hi = alone.lo[entry] * block, torch.minimum(alone.hi[entry] * block, end[which] - begin[which])
         kept = hi > lo
@@ -217,17 +217,12 @@ class PerDocument(Composed, rule=("allowed",)):
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         block, starts = grid.block, self.documents.starts(row)
-        firsts, lasts = ([self.documents.document(x * block + at) for x in (row, col)] for at in (0, block - 1))
-        common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
-        begin, end, alone = starts[common], starts[common + 1], self._grid(starts, block)
+        begin, alone = starts[self.documents.document(torch.maximum(row, col) * block)], self._grid(starts, block)
         # A tile with one document in common is cut from two by two tiles of it alone, at the same place of each.
-        phase = -begin % block
-        sides = [(side - x * block).clamp(0, block) for x in (row, col) for side in (begin, end)]
-        number = phase
-        for side in sides:
-            number = number * (block + 1) + side
-        is_all = (sides[0] + sides[2] == 0) & (sides[1] + sides[3] == 2 * block)
-        is_empty = last_common <= common
+        outer, phase = self.documents.tile_class(head, row, col, grid), -begin % block
+        # Documents fill the last tile, in which `allowed` repeats the last token.
+        ends = [(starts[-1] - x * block).clamp(max=block) for x in (row, col)]
+        number, is_all = number_pairs(number_pairs(outer, phase), number_pairs(*ends)), outer == 1
         for down, right in product((0, 1), repeat=2):
             row_of, col_of = (
                 ((x * block - begin) // block + (phase > 0) * step).clamp(0, alone.n_cols - 1)
@@ -235,11 +230,8 @@ class PerDocument(Composed, rule=("allowed",)):
             )
             classes = self.inner.tile_class(head, row_of, col_of, alone)
             is_all &= classes == 1
-            is_empty &= classes == 0
             number = number_pairs(number, classes)
-        several = 2 * super().tile_class(head, row, col, grid) + 3
-        number = torch.where(last_common > common, several, 2 * number)
-        return torch.where(is_all, 1, torch.where(is_empty | (last_common < common), 0, number))
+        return torch.where(is_all, 1, torch.where(outer == 0, 0, number))
 
     def envelope(self) -> Pattern:
         inner = self.inner.envelope()
@@ -250,12 +242,6 @@ class PerDocument(Composed, rule=("allowed",)):
         for length in self.documents.bounds.tensor.diff().unique().tolist():
             if length:
                 self.inner.validate(TileGrid(grid.block, 0, length, length))
-
-
-def _counted(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a number per item, and its place among the equal ones: of counts 2 and 1, (0, 0, 1) and (0, 1, 0)."""
-    which = torch.repeat_interleave(count)
-    return which, torch.arange(len(which), device=count.device) - (count.cumsum(0) - count)[which]
 
 
 def for_heads(pattern: Pattern, heads: tuple[int, ...], num_heads: int) -> Pattern:

@@ -17,9 +17,9 @@ from torch import Tensor
 from ringtile.index import BlockIndex, build_index
 from ringtile.index.block_lists import BLOCK, Lists, Tiles, make_tiles
 from ringtile.index.schedule import derived
-from ringtile.kernels.contracts import Call, Rows, as_new_out, dense_tiles_reason, index_of, lacking
+from ringtile.kernels.contracts import Call, Rows, as_new_out, dense_tiles_reason, index_of
 from ringtile.kernels.cpu_flash import padded
-from ringtile.kernels.proof import ERRORS, attend, difference, gradients, told
+from ringtile.kernels.proof import ERRORS, attend, difference, drawing, gradients, reasons_against, told
 from ringtile.kernels.spans import INDEX, KERNEL, span
 from ringtile.patterns import BlockDilated, Dense, Segments
 
@@ -27,7 +27,6 @@ DEVICE = "cuda"
 VERSIONS = ("4.0.0b34", "4.0.0b35", "4.0.0b36")
 """Versions of flash-attn-4 whose kernels for sm_90 are the same. They wait for what the backward pass prepares."""
 
-_DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST, _MULTIPLE = 128, 8
 _PLACES_AT_MOST = 1 << 28
 """Lists and tables have a place for each pair of a row and a column tile. The mask function counts in 32 bits."""
@@ -63,22 +62,12 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
 def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ...]) -> list[str]:
     """Return the reasons against these passes: False is forward, True is backward."""
     reasons = [reason] if (reason := _package_reason()) else []
-    if q.device.type != DEVICE:
-        reasons.append(f"needs a GPU, got {q.device}")
-    elif (generation := _generation(q.device)) not in (9, 10):
+    reasons += reasons_against(q, k, v, call, DEVICE, _WIDEST)
+    if q.device.type == DEVICE and (generation := _generation(q.device)) not in (9, 10):
         reasons.append(f"needs compute capability 9 or 10, got {generation}")
-    if q.dtype not in _DTYPES:
-        reasons.append(f"supports {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
-    if max(q.shape[-1], v.shape[-1]) > _WIDEST:
-        reasons.append(f"supports head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")
     if call.start % BLOCK:
         reasons.append(f"needs a start at a multiple of {BLOCK}, got {call.start=}")
-    if not call.scale > 0:
-        reasons.append(f"supports a scale > 0, got {call.scale=}")
-    reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
     reasons += dense_tiles_reason(q, k, call)
-    if 0 in (*q.shape, *k.shape, v.shape[-1]):
-        reasons.append(f"needs queries and keys, got {q.shape=}, {k.shape=}, {v.shape=}")
     if True in passes and torch.are_deterministic_algorithms_enabled():
         reasons.append("adds up gradients in any order, and torch.use_deterministic_algorithms is set")
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -196,11 +185,7 @@ def proof(
     is_backward: bool,
 ) -> str:  # fmt: skip
     """Return what is wrong with the kernels on a small problem, or an empty string."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
-
+    drawn = drawing(device, dtype)
     batch, heads, n_queries, n_keys, scale = 2, 2 * ratio, 600, 520, 0.2
     q, out_grad = (drawn(batch, heads, n_queries, dim) for dim in dims)
     k, v = (drawn(batch, 2, n_keys, dim) for dim in dims)
@@ -209,12 +194,12 @@ def proof(
     pattern = Segments(384, 3) | BlockDilated((2,), 1) if has_partial else Dense()
     groups = 1 if shared[0] else batch, 1 if shared[1] else heads
     base = build_index(pattern, n_queries, n_keys, start=0, num_heads=groups[1], device=device)
-    keep = torch.rand(*groups, base.n_rows, base.n_cols, generator=generator, dtype=torch.float32, device="cpu") < 0.7
+    keep = drawn(*groups, base.n_rows, base.n_cols) < 0.5
     keep[0, 0, 0], keep[0, 0, :, 1] = False, False
     if not has_partial:
         # Row tiles that share a list keep the same.
         keep[:, :, 1::2] = keep[:, :, :-1:2]
-    index = base.restricted(keep.to(device))
+    index = base.restricted(keep)
     kept, tiles = index.to_dense(), tiles_of(index)
     out, lse = attend(q, k, v, kept, scale)
     try:

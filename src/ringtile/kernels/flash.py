@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, Rows, as_new_out, lacking
+from ringtile.kernels.contracts import Call, Rows, as_new_out
 from ringtile.kernels.cpu_flash import padded, with_lse_column
-from ringtile.kernels.proof import ERRORS, attend, difference, gradients, told
+from ringtile.kernels.proof import ERRORS, attend, difference, drawing, gradients, reasons_against, told
 from ringtile.kernels.spans import KERNEL, span
 from ringtile.patterns import parse
 from ringtile.patterns.facts import Band, band_of
 
 DEVICE = "cuda"
 
-_DTYPES = (torch.bfloat16, torch.float16)
-_WIDEST, _MULTIPLE = 256, 8
+# A gradient of the lse needs one more column.
+_WIDEST, _MULTIPLE = 255, 8
 
 
 def _sides(band: Band) -> dict[str, int]:
@@ -156,19 +156,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"supports all pairs, causal and windows, got {call.pattern or 'a block index'}")
     elif band != (None, None) and (call.start != k.shape[2] - q.shape[2] or call.start < 0):
         reasons.append(f"aligns the last query with the last key, got {q.shape=}, {k.shape=}, {call.start=}")
-    if q.device.type != DEVICE:
-        reasons.append(f"needs a GPU, got {q.device}")
-    if q.dtype not in _DTYPES:
-        reasons.append(f"supports {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
-    # A gradient of the lse needs one more column.
-    if max(q.shape[-1], v.shape[-1]) >= _WIDEST:
-        reasons.append(f"supports head dims below {_WIDEST}, got {q.shape=}, {v.shape=}")
-    if not call.scale > 0:
-        reasons.append(f"supports a scale > 0, got {call.scale=}")
-    reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
-    if 0 in (*q.shape, *k.shape, v.shape[-1]):
-        reasons.append(f"needs queries and keys, got {q.shape=}, {k.shape=}, {v.shape=}")
-    return reasons
+    return reasons + reasons_against(q, k, v, call, DEVICE, _WIDEST)
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
@@ -234,15 +222,9 @@ def _wrong(
     """Return the errors in the results of a small problem, or an empty string."""
     no_left, no_right, causal = kind
     band = Band(None if no_left else 37, None if no_right else 0 if causal else 21)
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(length: int, heads: int) -> Tensor:
-        return torch.randn(2, length, heads, width, generator=generator, dtype=torch.float32, device="cpu").to(
-            device, dtype
-        )
-
-    q, out_grad = drawn(141, 4), drawn(141, 4)
-    k, v = (drawn(203, 2 if grouped else 4) for _ in range(2))
+    drawn = drawing(device, dtype)
+    q, out_grad = (drawn(2, 141, 4, width) for _ in range(2))
+    k, v = (drawn(2, 203, 2 if grouped else 4, width) for _ in range(2))
     try:
         out, lse = source.forward(q, k, v, band, 0.2)
         found = out, lse, *source.backward(Rows(out_grad, None, q, k, v, out, lse), band, 0.2)

@@ -3,10 +3,12 @@
 Tensors are ``[B, H, N, D]``. ``kept`` is bool and broadcasts to ``[B, H, Nq, Nk]``. An empty row has weights of zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from ringtile.kernels.contracts import Call, lacking
 
 ALLOWED = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 """Allowed error, relative to the largest value: a wrong mask, scale or head is off by as much as the values."""
@@ -15,6 +17,30 @@ _ALLOWED_LSE = 2.0**-9
 
 ERRORS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What a package raises that is compiled for other GPUs, or has other arguments."""
+
+
+def reasons_against(q: Tensor, k: Tensor, v: Tensor, call: Call, device: str, widest: int) -> list[str]:
+    """Return the reasons why such kernels do not support a call, on a type of device and up to a head dim."""
+    reasons = [] if q.device.type == device else [f"needs a GPU, got {q.device}"]
+    if q.dtype not in ALLOWED:
+        reasons.append(f"supports {', '.join(map(str, ALLOWED))}, got {q.dtype=}")
+    if max(q.shape[-1], v.shape[-1]) > widest:
+        reasons.append(f"supports head dims up to {widest}, got {q.shape=}, {v.shape=}")
+    if not call.scale > 0:
+        reasons.append(f"supports a scale > 0, got {call.scale=}")
+    if 0 in (*q.shape, *k.shape, v.shape[-1]):
+        reasons.append(f"needs queries and keys, got {q.shape=}, {k.shape=}, {v.shape=}")
+    return reasons + lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
+
+
+def drawing(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return a function that draws a tensor of a shape, from a generator with a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+
+    return drawn
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> tuple[Tensor, Tensor]:

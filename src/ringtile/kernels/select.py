@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -77,23 +78,13 @@ def native_step(
 
 def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     """Return the backend of a call: the one it names, or the first without a reason against it."""
-    if call.backend:
-        reasons = _BACKENDS[call.backend].unsupported(q, k, v, call)
-        if reasons:
-            raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
-        return call.backend
     dense_first = q.dtype in before_native() and q.shape[2] >= dense.MATRIX_ROWS
-    for name in _DENSE_FIRST if dense_first else _BACKENDS:
-        if not _told("backend", name, _BACKENDS[name].unsupported(q, k, v, call)):
-            if (
-                name == "blockwise"
-                and q.is_cpu
-                and not torch.compiler.is_compiling()
-                and q.shape[2] * k.shape[2] > _LARGE
-            ):
-                _warn_of(reason_against())
-            return name
-    raise AssertionError("blockwise serves every call")
+    order = _DENSE_FIRST if dense_first else _BACKENDS
+    name = _first("backend", call, order, lambda name: _BACKENDS[name].unsupported(q, k, v, call))
+    large = q.is_cpu and q.shape[2] * k.shape[2] > _LARGE
+    if name == "blockwise" and not call.backend and not torch.compiler.is_compiling() and large:
+        _warn_of(reason_against())
+    return name
 
 
 # Once per process.
@@ -104,35 +95,38 @@ def _warn_of(reason: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
-def _told(what: str, name: str, reasons: list[str]) -> list[str]:
-    """Return the reasons against a backend, after a line in the log. Dynamo does not trace loggers."""
-    if not torch.compiler.is_compiling():
-        _logger.debug("%s %s: %s", what, name, reasons or "taken")
-    return reasons
+def _first(what: str, call: Call, names: Iterable[str], reasons_of: Callable[[str], list[str]]) -> str:
+    """Return the backend that a call names, or the first without a reason against it. Log a choice."""
+    for name in (call.backend,) if call.backend else names:
+        reasons = reasons_of(name)
+        # Dynamo does not trace loggers.
+        if not call.backend and not torch.compiler.is_compiling():
+            _logger.debug("%s %s: %s", what, name, reasons or "taken")
+        if not reasons:
+            return name
+    raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
 
 
 def select_biased(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     """Return the backend of a call with a bias: the one it names, or the first without a reason against it."""
-    for name in (call.backend,) if call.backend else BIASED:
-        reasons = _BACKENDS[name].unsupported(q, k, v, call) if name in BIASED else ["does not support bias"]
-        if not _told("bias by", name, reasons):
-            return name
-    raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
+
+    def reasons_of(name: str) -> list[str]:
+        return _BACKENDS[name].unsupported(q, k, v, call) if name in BIASED else ["does not support bias"]
+
+    return _first("bias by", call, BIASED, reasons_of)
 
 
 def select_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> str:
     """Return the backend of a call over lists: the one it names, or the first without a reason against it."""
     if call.backend and call.backend not in OF_LISTS:
         raise ValueError(f"backend: expected one of {(*OF_LISTS, 'reference')} for Chosen lists, got {call.backend!r}")
-    for name in (call.backend,) if call.backend else OF_LISTS:
-        reasons = OF_LISTS[name].unsupported(q, k, v, lists, call.dropout_p)
-        if name != "blockwise":
-            reasons = reasons + lacking(call, "softcap", "alibi_slopes")
-        if name == "triton":
-            reasons = reasons + triton.only_by_name(call)
-        if not _told("lists by", name, reasons):
-            return name
-    raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
+
+    def reasons_of(name: str) -> list[str]:
+        reasons: list[str] = OF_LISTS[name].unsupported(q, k, v, lists, call.dropout_p)
+        lacks = [] if name == "blockwise" else lacking(call, "softcap", "alibi_slopes")
+        return reasons + lacks + (triton.only_by_name(call) if name == "triton" else [])
+
+    return _first("lists by", call, OF_LISTS, reasons_of)
 
 
 def backend_report() -> list[tuple[str, list[str]]]:

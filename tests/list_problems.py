@@ -70,8 +70,10 @@ def draw_lists(case: Case, *, causal: bool = True, shared: bool = False, near: b
         high = torch.arange(case.n_queries) + case.n_keys - case.n_queries + 1
         low = high - case.n_keys * 3 // 4
         low[2 :: 13 if near else 9] = high[2 :: 13 if near else 9]
-    limits = torch.stack([low, high], 1).clamp(0, case.n_keys).int().expand(1 if shared else case.batch, -1, -1)
-    return Lists(torch.where(entries == 2**31 - 1, -1, entries).int(), case.block, limits.contiguous())
+    limits = torch.stack([low, high], 1).clamp(0, case.n_keys).int().repeat(1 if shared else case.batch, 1, 1)
+    # Each batch element has limits of its own.
+    limits[1:, :, 1] = (limits[1:, :, 1] - 3).clamp(min=0)
+    return Lists(torch.where(entries == 2**31 - 1, -1, entries).int(), case.block, limits)
 
 
 def kept_pairs(lists: Lists, case: Case) -> Tensor:

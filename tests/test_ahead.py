@@ -37,7 +37,7 @@ def test_batches_are_planned_while_the_one_before_runs(transport: Any, monkeypat
         return counting
 
     make = plan_module._make_plan.__wrapped__
-    monkeypatch.setattr(plan_module, "_make_plan", lru_cache(64)(counted(make, 2)))
+    monkeypatch.setattr(plan_module, "_make_plan", lru_cache(64)(counted(make, 4)))
     q, k, v = torch.randn(3, 1, 2, 1024, 8, dtype=torch.float64).unbind()
 
     def run(rank: int) -> threading.Thread:

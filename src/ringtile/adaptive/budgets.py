@@ -28,12 +28,6 @@ def _ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> tuple[Tensor, Te
     return order, scores.nan_to_num(0).masked_fill(~allowed, 0).gather(3, order)
 
 
-def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
-    """Return the number of tiles that are a fraction of the allowed ones, rounded up, int64."""
-    # 0.1 * 30 is 3.0000000000000004 in float64: without the epsilon it would round up to 4 tiles.
-    return (density * allowed - 1e-9).ceil().clamp(min=0).long()
-
-
 def _tuple_of(numbers: float | tuple[float, ...]) -> tuple[float, ...]:
     return numbers if isinstance(numbers, tuple) else (numbers,)
 
@@ -121,7 +115,9 @@ class Density(Counted):
         _set_numbers(self, "density", "from 0 to 1", 1)
 
     def wanted(self, allowed: Tensor, heads: int) -> Tensor:
-        return counts_of(_by_head("density", self.density, heads, allowed, torch.float64), allowed)
+        density = _by_head("density", self.density, heads, allowed, torch.float64)
+        # 0.1 * 30 is 3.0000000000000004 in float64: without the epsilon it would round up to 4 tiles.
+        return (density * allowed - 1e-9).ceil().clamp(min=0).long()
 
 
 @dataclass(frozen=True)

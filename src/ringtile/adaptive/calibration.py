@@ -124,22 +124,6 @@ def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:
     return list(weights.split([len(layer.missed) for layer in layers]))
 
 
-def _ranked(layers: Sequence[HeadFacts]) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
-    """Return the weights of all heads, and the number for each density of `GRID`."""
-    weights = head_weights(layers)
-    scored = [
-        (layer.scores * each.unsqueeze(1).to(layer.scores.device)).flatten().cpu()
-        for layer, each in zip(layers, weights, strict=True)
-    ]
-    descending = torch.cat(scored).sort(descending=True).values
-    tiles = sum(layer.allowed * len(layer.missed) for layer in layers)
-    forced = tiles - len(descending)
-    # Of 1000 tiles, 200 of them forced, a density of 0.3 keeps the 100 others with the highest gains.
-    places = [round(density * tiles) - forced - 1 for density in GRID]
-    numbers = [math.inf if place < 0 else float(descending[place]) for place in places[:-1]]
-    return tuple(tuple(each.tolist()) for each in weights), (*numbers, 0.0)
-
-
 @dataclass(frozen=True)
 class Calibration:
     """The weights of all heads of a model, and the thresholds of tile densities. It is stored as JSON.
@@ -185,7 +169,19 @@ class Calibration:
         text: Mapping[str, Any] | None = None,
     ) -> Calibration:
         """Return the calibration of a model from the facts of its layers, see `head_facts`."""
-        return cls(model, scores, block, first, local, *_ranked(layers), text or {})
+        weights = head_weights(layers)
+        scored = [
+            (layer.scores * each.unsqueeze(1).to(layer.scores.device)).flatten().cpu()
+            for layer, each in zip(layers, weights, strict=True)
+        ]
+        descending = torch.cat(scored).sort(descending=True).values
+        tiles = sum(layer.allowed * len(layer.missed) for layer in layers)
+        forced = tiles - len(descending)
+        # Of 1000 tiles, 200 of them forced, a density of 0.3 keeps the 100 others with the highest gains.
+        places = [round(density * tiles) - forced - 1 for density in GRID]
+        numbers = [math.inf if place < 0 else float(descending[place]) for place in places[:-1]]
+        of_heads = tuple(tuple(each.tolist()) for each in weights)
+        return cls(model, scores, block, first, local, of_heads, (*numbers, 0.0), text or {})
 
     def threshold(self, density: float) -> float:
         """Return the number that keeps a tile density of the calibration text, as a mean over all heads.

@@ -299,7 +299,7 @@ _SECONDS = {"prefill, s": "seconds", "sdpa, s": "dense_seconds", "ratio": "ratio
 
 
 def table(cells: Iterable[Cell]) -> list[str]:
-    """Return the lines of the decoder's tables, in percent. Cells without figures are named with their reason."""
+    """Return the lines of the decoder's tables, in percent."""
     groups: dict[str, dict[tuple[str, str, float | None], list[Cell]]] = {}
     for cell in cells:
         at = cell.setting
@@ -316,20 +316,17 @@ def table(cells: Iterable[Cell]) -> list[str]:
         timed = groups.get(what.replace("far copy", "prefill"), {})
         first = next(iter(rows.values()))[0].setting
         floor = floor_of(int(first.sizes["tokens"]), int(first.sizes["block"]), FORCED)
-        shown, others = list[dict[str, str]](), list[str]()
+        shown: list[dict[str, str]] = []
         for (scores, budget, asked), group in rows.items():
             below = judges and budget in ("density", "calibrated") and (asked or 0) < floor
             words = {"  scores": f"{'-' if below else ' '} {scores}", "budget": budget}
             words["asked"] = "" if asked is None else f"{asked:.0%}"
-            if reasons := [cell.measured.reason for cell in group if cell.measured.reason]:
-                others.append(f"{' '.join(words.values())}: {reasons[0]}")
-            else:
-                timings = timed.get((scores, budget, asked), [])
-                found = {head: _figures(timings, name) for head, name in _SECONDS.items()}
-                seconds = {head: f"{statistics.mean(each):.2f}" if each else "" for head, each in found.items()}
-                shown.append({**words, **(_kept(group) if judges else {}), **seconds})
+            timings = timed.get((scores, budget, asked), [])
+            found = {head: _figures(timings, name) for head, name in _SECONDS.items()}
+            seconds = {head: f"{statistics.mean(each):.2f}" if each else "" for head, each in found.items()}
+            shown.append({**words, **(_kept(group) if judges else {}), **seconds})
         marked = [f"- below the floor of {floor:.1%}"] if any(row["  scores"][0] == "-" for row in shown) else []
-        lines += ["", what, *aligned(shown, 3), *others, *marked]
+        lines += ["", what, *aligned(shown, 3), *marked]
     return lines
 
 

@@ -100,7 +100,8 @@ def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:
     """Messages, traffic and transport are those of the plans; work and buffers at least."""
     cost = estimate(work, "gather" if plans[0].is_gathered else "exchange", H100)
     parts = split(work, gather=plans[0].is_gathered)
-    token = work.sizes.width * work.sizes.dtype.itemsize
+    sizes = work.sizes
+    token = sizes.batch * sizes.kv_heads * sizes.width_of_head * sizes.dtype.itemsize
     for rank, plan in enumerate(plans):
         hot = sum(plan.tokens_hot)
         to_others = [plan.tokens_sent[other] + plan.tokens_hot[rank] * (other != rank) for other in range(len(plans))]

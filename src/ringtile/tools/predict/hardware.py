@@ -137,15 +137,11 @@ class Sizes:
         return self.head_dim + self.value_dim
 
     @property
-    def width(self) -> int:
-        """Elements of a token's keys and values."""
-        return self.batch * self.kv_heads * self.width_of_head
-
-    @property
     def token_bytes(self) -> tuple[int, int]:
         """Bytes of a token's keys and values, and of the sums of their gradients over ranks."""
+        width = self.batch * self.kv_heads * self.width_of_head
         sums = torch.promote_types(self.dtype, torch.float32)
-        return self.width * self.dtype.itemsize, self.width * sums.itemsize
+        return width * self.dtype.itemsize, width * sums.itemsize
 
 
 def flops_per_pair(sizes: Sizes) -> tuple[int, int]:

@@ -18,7 +18,7 @@ _RUN = 128
 
 def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return numbers that put forced columns before the others that are allowed, and these before the rest."""
-    # Scores are at most 1, so a forced tile, which gets 2 more, comes before all others.
+    # Scores are at most 1, so a forced tile, which gets 2 more, ranks before all other tiles.
     return scores.nan_to_num(0).add(forced, alpha=2).masked_fill(~allowed, -1)
 
 
@@ -150,7 +150,7 @@ class Threshold(Budget):
     """Keep the tiles whose score is at least a number. No row and no head needs to be counted.
 
     Args:
-        least: Part of the row's score, at least 0, or one per head. More than 1 keeps the forced tiles alone.
+        least: Part of the row's score, at least 0, or one per head. More than 1 keeps only the forced tiles.
     """
 
     least: float | tuple[float, ...]
@@ -171,10 +171,10 @@ class Gain(Threshold):
     """Keep the tiles whose gain is at least a number: the root of the score times the part that better tiles leave.
 
     A row that spreads its attention loses the sum of what it drops, so it keeps tiles that a peaked row drops. Forced
-    tiles come before all others. A tile whose score is within 3 % of the lowest kept one can be missed.
+    tiles rank before all other tiles. A tile whose score is within 3 % of the lowest kept one can be missed.
 
     Args:
-        least: Gain, at least 0, or one number per head. More than 1 keeps the forced tiles alone.
+        least: Gain, at least 0, or one number per head. More than 1 keeps only the forced tiles.
     """
 
     def _lowest(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:

@@ -175,8 +175,16 @@ class IndexedAttention(nn.Module):
         """Return the best keys of the indexer's queries besides the first ones: the latest, then by score."""
         others = (torch.arange(key.shape[2], device=key.device) >= self.first).expand(len(key), -1)
         others = others if key_mask is None else others & key_mask
-        how: dict[str, Any] = {"groups": key.shape[1], "pattern": rule, "key_mask": others, "start": start}
-        return index_topk(query, key, n, local=self.local, **how)
+        return index_topk(
+            query,
+            key,
+            n,
+            groups=key.shape[1],
+            local=self.local,
+            pattern=rule,
+            key_mask=others,
+            start=start,
+        )
 
     @torch.no_grad()
     def _measure(
@@ -263,9 +271,17 @@ class IndexedAttention(nn.Module):
             row = torch.randperm(n_queries, device=query.device)[: self.rows]
             drawn, lists = query.detach()[:, :, row], None if indices is None else indices[:, :, row]
             start = (row + n_keys - n_queries).expand(len(query), -1)
-            how: dict[str, Any] = {"groups": self.num_kv_heads, "pattern": rule, "key_mask": key_mask, "scale": scale}
-            how |= {"indices": lists, "start": start}
-            self._loss = index_loss(*self.index(drawn, key.detach()), drawn, key, **how)
+            self._loss = index_loss(
+                *self.index(drawn, key.detach()),
+                drawn,
+                key,
+                groups=self.num_kv_heads,
+                indices=lists,
+                pattern=rule,
+                start=start,
+                key_mask=key_mask,
+                scale=scale,
+            )
         options |= {"key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
         return sparse_attention(query, key, value, rule if indices is None else Chosen(indices) & rule, **options)
 

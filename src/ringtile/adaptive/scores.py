@@ -219,7 +219,7 @@ class Shuffled(Scores):
     def __call__(self, view: View) -> Tensor:
         row, col = tile_positions(view.base)
         head = torch.arange(view.query.shape[1], device=row.device)[:, None, None]
-        # A function of the place alone, so that a tile has its rank at every length.
+        # A function of the position only, so that a tile has its rank at every length.
         counter = (row.unsqueeze(1).expand(len(row), len(col)), col, head, torch.zeros_like(head))
         drawn = philox4x32(counter, (self.seed & WORD, self.seed >> 32 & WORD), 7)[0].float() + 1
         return view.normalized(drawn.expand(len(view.query), -1, -1, -1))
@@ -289,7 +289,7 @@ def summarized(view: View, high: Tensor, low: Tensor, pool: str | None) -> Tenso
     rows = tiles_at_once(query, base.n_cols, block)
     allowed = base.tiles
     if pool is None and not base.looks_ahead:
-        # The summary of a tile knows keys after the query until the tile ends.
+        # The tile summary includes keys after the query until the tile ends.
         row, col = tile_positions(base)
         allowed = allowed & (col < row.unsqueeze(1))
     found = []
@@ -323,7 +323,7 @@ def _summarized_at_once(view: View, high: Tensor, low: Tensor, leading: Tensor, 
         view.query,
         sides,
         segment=1,
-        # The summary of a tile knows keys after the query until the tile ends.
+        # The tile summary includes keys after the query until the tile ends.
         seen=own if pool is None and not base.looks_ahead else own + 1,
         groups=edges.int(),
         pool=pool or "max",

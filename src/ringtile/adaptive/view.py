@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,8 +120,16 @@ class View:
         first, last = self.rows_of_tiles
         if base.leading is not None:
             groups = torch.cat((first, last[-1:])).int()
-            options: Any = {"seen": base.leading, "groups": groups, "pool": "rms", "bias": self._hidden}
-            return pooled_masses(self.query, self.key, segment=base.block, scale=self.scale, **options)
+            return pooled_masses(
+                self.query,
+                self.key,
+                segment=base.block,
+                seen=base.leading,
+                groups=groups,
+                pool="rms",
+                bias=self._hidden,
+                scale=self.scale,
+            )
         found, tiles = [], base.tiles.flatten(0, 1).any(0).int()
         # A row tile reads its columns from the first to the last one: few, if the pairs are a window's or a document's.
         ends = first, last, tiles.argmax(1), base.n_cols - tiles.flip(1).argmax(1)

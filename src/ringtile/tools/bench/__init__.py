@@ -194,9 +194,11 @@ def run_bench(
         for number in (progress or Progress()).through(waiting, name, cost, done=len(tasks) - len(waiting)):
             task = tasks[number]
             rates = peaks[str(task.case.threads or torch.get_num_threads())]
-            options: dict[str, Any] = {"directions": task.directions, "seconds": seconds, "seed": seed, "rates": rates}
+            measured = measure(
+                task.case, task.peers, directions=task.directions, seconds=seconds, seed=seed, rates=rates
+            )
             try:
-                for rows in measure(task.case, task.peers, **options):
+                for rows in measured:
                     known[number] += rows
             finally:
                 record = replace(record, rows=tuple(chain(*known)))
@@ -345,9 +347,15 @@ def measure_tasks(tasks: Sequence[Task], args: argparse.Namespace) -> int:
 
     if (warning := busy_warning()) is not None:
         print(warning, file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
-    options = {"seconds": args.seconds, "seed": args.seed, "command": args.command}
     record = run_bench(
-        tasks, **options, before=kept, report=lambda rows: progress.say(_table(rows)), save=save, progress=progress
+        tasks,
+        seconds=args.seconds,
+        seed=args.seed,
+        command=args.command,
+        before=kept,
+        report=lambda rows: progress.say(_table(rows)),
+        save=save,
+        progress=progress,
     )
     if args.json == "-":
         print(record.to_json())

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
 from ringtile.index.build import real_tensors
-from ringtile.index.tiles import EMPTY, FULL, unpack_words
+from ringtile.index.derive import merged
+from ringtile.index.tiles import EMPTY, FULL, unpack_words, with_both
 from ringtile.patterns.base import Pattern, TileGrid
 from ringtile.patterns.content import Content
 from ringtile.patterns.functions import MaskMod, one_by_one
@@ -84,8 +85,7 @@ def make_tiles(index: BlockIndex, row_tiles: int) -> Tiles:
     """Return the lists and bits of an index, for ``row_tiles`` row tiles at a time. Synchronizes with the device."""
     if index.block < BLOCK:
         # Nothing here depends on positions, so tiles that become one need not follow each other there.
-        rows, cols = (side._replace(at=side.at[:0]) for side in (index.rows, index.cols))
-        index = replace(index, rows=rows, cols=cols).coarsen(BLOCK)
+        index = merged(index, BLOCK)
     # Without the bits outside the lengths: a key that only these keep is kept by no query.
     index = index.trimmed()
     states = dense_states(index)
@@ -103,7 +103,7 @@ def make_tiles(index: BlockIndex, row_tiles: int) -> Tiles:
         index.group * single[0].numel(),
         index.group.new_full((1,), index.n_cols),
         single.flatten() - EMPTY,
-        _with_both(index.table.bits).flatten(),
+        with_both(index.table.bits).flatten(),
         _kept(states, index.table.rows_any, index.group, index.n_queries),
         _kept(states.mT, index.table.cols_any, index.group, index.n_keys),
     )
@@ -119,16 +119,9 @@ def _lists(part: Tensor, full: Tensor, group: Tensor) -> Lists:
     return Lists(*found)
 
 
-def _with_both(words: Tensor) -> Tensor:
-    """Prepend an empty and a full tile to a table, so that a state less `EMPTY` is a row of it."""
-    table = torch.cat((words.new_zeros(2, *words.shape[1:]), words))
-    table[FULL - EMPTY] = -1
-    return table
-
-
 def _kept(states: Tensor, words: Tensor, group: Tensor, length: int) -> Tensor | None:
     """Return which rows of the tiles ``[G, R, C]`` keep anything, by the words of each tile, or None if all do."""
-    anything = unpack_words(_with_both(words), BLOCK)
+    anything = unpack_words(with_both(words), BLOCK)
     kept = torch.zeros(*states.shape[:2], BLOCK, dtype=torch.bool, device=states.device)
     for col in states.unbind(2):
         kept |= anything[col.long() - EMPTY]
@@ -180,7 +173,7 @@ def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask_of(index: BlockIndex, table: Tensor) -> MaskMod:
-    block, group, bits = index.block, index.group, _with_both(index.table.bits)
+    block, group, bits = index.block, index.group, with_both(index.table.bits)
     shift = index.start - index.first_row * block
     last_query, last_key = index.n_queries - 1, index.n_keys - 1
 

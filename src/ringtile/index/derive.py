@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from ringtile.index.lists import Entries
 from ringtile.index.restrict import check_keep, envelopes_of, restricted
 from ringtile.index.tile_index import AnIndex, TileIndex
-from ringtile.index.tiles import BLOCKS, EMPTY, FULL, chunks, collect, full_word, pack_words, unpack_words
+from ringtile.index.tiles import BLOCKS, EMPTY, FULL, chunks, collect, full_word, pack_words, unpack_words, with_both
 from ringtile.patterns.base import Dense, TileGrid
 from ringtile.patterns.grid import counted
 
@@ -156,9 +156,7 @@ def coarsen(index: AnIndex, block: int = 128) -> AnIndex:
     full = ((cells == FULL) | beyond).all(1)
     merged = torch.full_like(number, FULL)
     distinct, inverse = torch.unique(cells[~full], dim=0, return_inverse=True)
-    # Two rows before the table: EMPTY is row 0 and FULL is row 1.
-    table = pad(index.table.bits, (0, 0, 0, 0, -EMPTY, 0))
-    table[FULL - EMPTY] = -1
+    table = with_both(index.table.bits)
 
     def joined(part: Tensor) -> Tensor:
         mask = unpack_words(table[part - EMPTY], index.block).view(-1, factor, factor, index.block, index.block)
@@ -167,6 +165,12 @@ def coarsen(index: AnIndex, block: int = 128) -> AnIndex:
     found, bits = collect(map(joined, chunks(distinct, block)), block, index.device)
     merged[~full] = found[inverse]
     return index.from_entries(index.group, Entries(number, merged), bits, grid, index.envelopes, row_at, col_at)
+
+
+def merged(index: AnIndex, block: int = 128) -> AnIndex:
+    """Return the same pairs in larger tiles, which need not follow each other in position space."""
+    rows, cols = (side._replace(at=side.at[:0]) for side in (index.rows, index.cols))
+    return coarsen(replace(index, rows=rows, cols=cols), block)
 
 
 def _coarse_positions(name: str, at: Tensor, first: int, factor: int) -> Tensor:

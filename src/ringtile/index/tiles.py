@@ -66,6 +66,13 @@ def derive_tables(bits: Tensor) -> TileTable:
     return TileTable(bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)))
 
 
+def with_both(words: Tensor) -> Tensor:
+    """Prepend an empty and a full tile to a table, so that a state less `EMPTY` is a row of it."""
+    table = torch.cat((words.new_zeros(2, *words.shape[1:]), words))
+    table[FULL - EMPTY] = -1
+    return table
+
+
 def first_of(inverse: Tensor, count: int) -> Tensor:
     """Return the first place of each of ``count`` numbers: those of 1 0 1 2 are 1, 0 and 3."""
     places = torch.arange(len(inverse), device=inverse.device)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels import contracts, operators
-from ringtile.kernels.contracts import OPTIONAL, Call, Lists, Rows, check_memory, options_of
+from ringtile.kernels.contracts import OPTIONAL, Attended, Call, Grads, Lists, Rows, check_memory, options_of
 
 _LISTS = f"Tensor indices, Tensor limits, {operators.schema(Call)}"
 
 operators.library.define(f"forward_lists(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)")
 operators.library.define(f"backward_lists({operators.schema(Rows)}, {_LISTS}) -> (Tensor, Tensor, Tensor)")
-FORWARD_LISTS: Callable[..., tuple[Tensor, Tensor]] = torch.ops.ringtile.forward_lists
-BACKWARD_LISTS: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.ringtile.backward_lists
+FORWARD_LISTS: Callable[..., Attended] = torch.ops.ringtile.forward_lists
+BACKWARD_LISTS: Callable[..., Grads] = torch.ops.ringtile.backward_lists
 
 
 def _options(call: Call) -> tuple[Call, ...]:
@@ -41,11 +41,11 @@ operators.register("forward_lists", _forward, operators.fake_forward, 5)
 operators.register("backward_lists", _backward, operators.fake_backward, 9)
 
 
-def _compute(q: Tensor, k: Tensor, v: Tensor, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def _compute(q: Tensor, k: Tensor, v: Tensor, call: Call, *tensors: Tensor) -> Attended:
     return FORWARD_LISTS(q, k, v, *tensors[:2], *operators.with_tensors(call, *tensors[2:]))
 
 
-def _differentiate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(*arguments: Any) -> Grads:
     rows, call, tensors = arguments[:7], arguments[7], arguments[8:]
     return BACKWARD_LISTS(*rows, *tensors[:2], *operators.with_tensors(call, *tensors[2:]))
 
@@ -57,7 +57,7 @@ _again = operators.without_derivative(
 _Attention = operators.differentiable(_compute, _differentiate, _again, 1)
 
 
-def attend_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> tuple[Tensor, Tensor]:
+def attend_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> Attended:
     """Return the output and lse of a call over lists, differentiable in q, k and v. The call names its backend."""
     indices, limits = lists.indices, lists.limits
     call = call._replace(block=lists.block)

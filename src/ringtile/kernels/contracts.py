@@ -80,6 +80,13 @@ class Rows(NamedTuple):
     lse: Tensor
 
 
+Attended = tuple[Tensor, Tensor]
+"""The output and the lse."""
+
+Grads = tuple[Tensor, Tensor, Tensor]
+"""The gradients of q, k and v."""
+
+
 class Lists(NamedTuple):
     """The kept pairs of a call as lists of keys per query."""
 
@@ -139,10 +146,10 @@ class Backend(Protocol):
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         """Return the reasons why this backend does not support a call."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
         """Return the output ``[B, H, Nq, Dv]``, laid out as `new_out`, and a contiguous lse, float32 or better."""
 
-    def backward(self, rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, rows: Rows, call: Call) -> Grads:
         """Return the gradients of q, k and v, contiguous, in their dtypes."""
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.kernels.contracts import Rows
+from ringtile.kernels.contracts import Grads, Rows
 
 
 def padded(x: Tensor, width: int) -> Tensor:
@@ -83,9 +83,7 @@ def flash_forward(
     return out[..., :value_dim], lse
 
 
-def flash_backward(
-    rows: Rows, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(rows: Rows, *, scale: float, mask: Tensor | None = None, is_causal: bool = False) -> Grads:
     """Return the gradients of q, k and v. ``out`` and ``lse`` can be those of a softmax over more keys."""
     out_grad, lse_grad, q, k, v, out, lse = without_empty_rows(rows)
     width = max(q.shape[-1], v.shape[-1])

@@ -6,7 +6,7 @@ Elsewhere, `blockwise` computes such calls.
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, Rows, as_new_out, lacking
+from ringtile.kernels.contracts import Attended, Call, Grads, Rows, as_new_out, lacking
 from ringtile.kernels.cpu_flash import flash_backward, flash_forward, split_scale, times
 
 _AMX = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
@@ -37,14 +37,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     return reasons
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
     """Return the output ``[B, H, N, Dv]`` and the lse ``[B, H, N]``."""
     part, scale = split_scale(call.scale, q.dtype)
     out, lse = flash_forward(times(q, part), k, v, scale=scale, is_causal=call.pattern == "causal")
     return as_new_out(out), lse.contiguous()
 
 
-def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> Grads:
     """Return the gradients of q, k and v."""
     part, scale = split_scale(call.scale, rows.q.dtype)
     scaled = rows._replace(q=times(rows.q, part))

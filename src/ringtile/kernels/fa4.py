@@ -17,7 +17,7 @@ from torch import Tensor
 from ringtile.index import BlockIndex, build_index
 from ringtile.index.block_lists import BLOCK, Lists, Tiles, make_tiles
 from ringtile.index.schedule import derived
-from ringtile.kernels.contracts import Call, Rows, as_new_out, dense_tiles_reason, index_of
+from ringtile.kernels.contracts import Attended, Call, Grads, Rows, as_new_out, dense_tiles_reason, index_of
 from ringtile.kernels.cpu_flash import padded
 from ringtile.kernels.proof import ERRORS, attend, difference, drawing, gradients, reasons_against, told
 from ringtile.kernels.spans import INDEX, KERNEL, span
@@ -134,7 +134,7 @@ def _rows(x: Tensor, kept: Tensor | None) -> Tensor:
     return padded(x, -(-x.shape[-1] // _MULTIPLE) * _MULTIPLE).transpose(1, 2)
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Attended:
     """Return the output and the lse, whether or not they have been compared."""
     rows = _rows(q, tiles.queries), _rows(k, tiles.keys), _rows(v, tiles.keys)
     options = _options(tiles, tiles.rows, q, scale)
@@ -146,7 +146,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> 
 def run_backward(
     out_grad: Tensor, lse_grad: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     tiles: Tiles, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Grads:  # fmt: skip
     """Return the gradients, whether or not they have been compared."""
     # Always with a gradient of the lse: without one, another kernel would run than the one that was compared.
     lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.float()
@@ -169,12 +169,12 @@ def _served(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool) -> Tile
     return tiles_of(index_of(call, q, k))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
     """Return the output ``[B, H, Nq, Dv]`` and the lse ``[B, H, Nq]``."""
     return run_forward(q, k, v, _served(q, k, v, call, False), call.scale)
 
 
-def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> Grads:
     """Return the gradients of q, k and v. Their last bits differ from run to run."""
     return run_backward(*rows, _served(rows.q, rows.k, rows.v, call, True), call.scale)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, Rows, as_new_out
+from ringtile.kernels.contracts import Attended, Call, Grads, Rows, as_new_out
 from ringtile.kernels.cpu_flash import padded, with_lse_column
 from ringtile.kernels.proof import ERRORS, attend, difference, drawing, gradients, reasons_against, told
 from ringtile.kernels.spans import KERNEL, span
@@ -41,7 +41,7 @@ class _Package:
 class _Cute(_Package):
     """FlashAttention 4, written in CuTe: ``flash_attn.cute``."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Attended:
         out, lse, *_ = self.module._flash_attn_fwd(q, k, v, return_lse=True, **self._options(band, scale))
         return out, lse
 
@@ -63,7 +63,7 @@ class _Cute(_Package):
 class _Ampere(_Package):
     """FlashAttention 2."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Attended:
         out, lse, *_ = self.module._flash_attn_forward(q, k, v, **self._options(band, scale, is_backward=False))
         return out, lse
 
@@ -92,7 +92,7 @@ class _Hopper(_Ampere):
 class Torch:
     """PyTorch's copy of FlashAttention 2."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Attended:
         """Return the output and the lse."""
         lengths = q.shape[1], k.shape[1]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -177,7 +177,7 @@ def _served(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Source, Band]:
     return proven(str(q.device), q.dtype, _width(q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1], kind), band
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
     """Return the output ``[B, H, N, Dv]`` and the lse ``[B, H, N]``."""
     source, band = _served(call, q, k, v)
     width = _width(q.shape[-1], v.shape[-1])
@@ -186,7 +186,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return as_new_out(out.transpose(1, 2)[..., : v.shape[-1]]), lse.contiguous()
 
 
-def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> Grads:
     """Return the gradients of q, k and v."""
     out_grad, lse_grad, q, k, v, out, lse = rows
     source, band = _served(call, q, k, v)

@@ -12,7 +12,9 @@ from ringtile.kernels.contracts import (
     BACKENDS,
     OPTIONAL,
     ROW_NAMES,
+    Attended,
     Call,
+    Grads,
     Rows,
     accumulator,
     check_memory,
@@ -68,7 +70,7 @@ def _double_backward(*arguments: Any) -> Any:
     return BACKENDS["blockwise"].double_backward(*arguments[:3], Rows(*arguments[3:10]), Call(*arguments[10:]))
 
 
-def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Attended:
     """Return a new output and lse. ``rest`` is the call."""
     return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
 
@@ -165,8 +167,8 @@ def register(name: str, implementation: Any, fake: Any, n_tensors: int | None = 
 register("forward", _forward, fake_forward, 3)
 register("backward", _backward, fake_backward, 7)
 register("double_backward", _double_backward, _fake_double_backward, 10)
-FORWARD: Callable[..., tuple[Tensor, Tensor]] = torch.ops.ringtile.forward
-BACKWARD: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.ringtile.backward
+FORWARD: Callable[..., Attended] = torch.ops.ringtile.forward
+BACKWARD: Callable[..., Grads] = torch.ops.ringtile.backward
 
 
 def apart(call: Call) -> tuple[Any, ...]:
@@ -226,22 +228,22 @@ def is_unseen(*tensors: Tensor | None) -> bool:
         return False
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
+def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> Attended:
     """Return the output and lse, without a derivative. See `attention` for ``prepared``."""
     if prepared is None and not is_unseen(q, k, v, *options_of(call)):
         return FORWARD(q, k, v, *call)
     extra = prepared_of(q, k, v, call) if prepared is None else (prepared,)
-    found: tuple[Tensor, Tensor] = BACKENDS[call.backend].forward(q, k, v, call, *extra)
+    found: Attended = BACKENDS[call.backend].forward(q, k, v, call, *extra)
     return found
 
 
-def run_backward(rows: Rows, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+def run_backward(rows: Rows, call: Call, prepared: Any = None) -> Grads:
     """Return the gradients of q, k and v, without a derivative."""
     # The gradients of the results are new, and whoever sees operators can have come since the forward pass.
     if not is_unseen(*rows, *options_of(call)):
         return BACKWARD(*rows, *call)
     extra = prepared_of(rows.q, rows.k, rows.v, call) if prepared is None else (prepared,)
-    grads: tuple[Tensor, Tensor, Tensor] = BACKENDS[call.backend].backward(rows, call, *extra)
+    grads: Grads = BACKENDS[call.backend].backward(rows, call, *extra)
     return grads
 
 
@@ -283,7 +285,7 @@ class _Backward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*arguments: Any) -> Grads:
         return BACKWARD(*arguments[:7], *with_tensors(*arguments[8:]))
 
     @staticmethod
@@ -327,7 +329,7 @@ def _push(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
     return found
 
 
-def _compute(q: Tensor, k: Tensor, v: Tensor, prepared: Any, *call: Any) -> tuple[Tensor, Tensor]:
+def _compute(q: Tensor, k: Tensor, v: Tensor, prepared: Any, *call: Any) -> Attended:
     found = run_forward(q, k, v, with_tensors(*call), prepared)
     # A result that is a view cannot have a tangent.
     return found if forward_ad._current_level < 0 else (found[0].clone(), found[1].clone())
@@ -357,7 +359,7 @@ def differentiable(
         forward = staticmethod(compute)
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Attended) -> None:
             ctx.plain = inputs[3 : 3 + n_plain]
             ctx.set_materialize_grads(False)
             saved = *inputs[:3], *output, *inputs[3 + n_plain :]
@@ -392,8 +394,8 @@ class _Direct(torch.autograd.Function):
     """`Attention` without transforms of torch.func. Without setup_context, PyTorch does not bind a signature."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output: tuple[Tensor, Tensor] = Attention.forward(*arguments)
+    def forward(ctx: Any, *arguments: Any) -> Attended:
+        output: Attended = Attention.forward(*arguments)
         Attention.setup_context(ctx, arguments, output)
         return output
 
@@ -415,7 +417,7 @@ def applied(function: Any, plain: Any = None) -> Any:
     return function if torch.compiler.is_compiling() else plain or function.pushed
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> Attended:
     """Return the output and lse of one call, differentiable in q, k and v."""
     if not is_differentiated(q, k, v):
         return run_forward(q, k, v, call, prepared)

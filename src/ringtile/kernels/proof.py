@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, lacking
+from ringtile.kernels.contracts import Attended, Call, Grads, lacking
 
 ALLOWED = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 """Allowed error, relative to the largest value: a wrong mask, scale or head is off by as much as the values."""
@@ -43,7 +43,7 @@ def drawing(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     return drawn
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> Attended:
     """Return the output and the lse."""
     scores = _scores(q, k, kept, scale)
     lse = scores.logsumexp(-1)
@@ -53,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> tuple
 def gradients(
     out_grad: Tensor, lse_grad: Tensor | float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     kept: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Grads:  # fmt: skip
     """Return the gradients of q, k and v. ``out`` and ``lse`` can be those of a softmax over more keys."""
     # Written out, because autograd does not record inside an operator.
     weights, grad = _weights(_scores(q, k, kept, scale), lse.double()), out_grad.double()

@@ -318,11 +318,11 @@ class Composed(Pattern, rule=("allowed",)):
 
     @property
     def num_heads(self) -> int | None:
-        return next((part.num_heads for part in self.parts if part.num_heads is not None), None)
+        return next(filter(None, (part.num_heads for part in self.parts)), None)
 
     @property
     def batch_size(self) -> int | None:
-        return next((part.batch_size for part in self.parts if part.batch_size is not None), None)
+        return next(filter(None, (part.batch_size for part in self.parts)), None)
 
     def batch_row(self, batch: int) -> Pattern:
         return self.rebuilt([part.batch_row(batch) for part in self.parts])

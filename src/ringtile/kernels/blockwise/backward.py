@@ -9,7 +9,7 @@ from torch import Tensor
 from ringtile.index import BlockIndex
 from ringtile.kernels.blockwise.chunks import Part, Work, add, additive, queries_of, read, whole_mask, works, write
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
-from ringtile.kernels.contracts import Added, Call, Rows, index_of
+from ringtile.kernels.contracts import Added, Call, Grads, Rows, index_of
 from ringtile.kernels.cpu_flash import flash_backward, split_scale, times, without_empty_rows
 
 
@@ -45,7 +45,7 @@ def key_results(index: BlockIndex, dtype: torch.dtype, *tensors: Tensor) -> list
     return [x.new_zeros(*x.shape[:2], index.n_cols * index.block, x.shape[3], dtype=dtype) for x in tensors]
 
 
-def _part_backward(work: Work, part: Part, rows: RowTiles, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _part_backward(work: Work, part: Part, rows: RowTiles, k: Tensor, v: Tensor) -> Grads:
     """Return the gradients of one part from the output and lse of the full softmax."""
     q, out_grad, out, lse, lse_grad = rows
     heads, scale = k.shape[1], work.scale[1]
@@ -62,7 +62,7 @@ def _part_backward(work: Work, part: Part, rows: RowTiles, k: Tensor, v: Tensor)
     return flash_backward(Rows(out_grad, lse_grad, q, k, v, out, lse), scale=scale, mask=mask)
 
 
-def backward(rows: Rows, call: Call, added: Added | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call, added: Added | None = None) -> Grads:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
     rows = without_empty_rows(rows)
     q, k, v = rows.q, rows.k, rows.v

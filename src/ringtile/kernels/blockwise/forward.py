@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ringtile.kernels.blockwise.chunks import Part, Work, additive, queries_of, read, whole_mask, works, write
 from ringtile.kernels.blockwise.scores import masked_scores, matmul
-from ringtile.kernels.contracts import Added, Call, accumulator, as_new_out, index_of, merge_into
+from ringtile.kernels.contracts import Added, Attended, Call, accumulator, as_new_out, index_of, merge_into
 from ringtile.kernels.cpu_flash import flash_forward, split_scale, times
 
 
-def _part_forward(work: Work, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _part_forward(work: Work, part: Part, q: Tensor, k: Tensor, v: Tensor) -> Attended:
     """Return the output ``[n, H, m, Dv]`` and lse ``[n, H, m]`` of one part of the softmax."""
     if not work.on_flash:
         found = masked_scores(work, part, q, k)
@@ -21,7 +21,7 @@ def _part_forward(work: Work, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tu
     return flash_forward(q, k, v, scale=work.scale[1], mask=additive(work.keep(part), q.dtype))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, added: Added | None = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, added: Added | None = None) -> Attended:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` (float32, float64 for float64)."""
     index = index_of(call, q, k)
     mask = None if added is not None else whole_mask(index, q, call)
@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, added: Added | None = N
         for parts in work.chunks(work.matrices):
             rows = parts[0].rows
             q_rows = times(read(queries, rows.unsqueeze(1)).to(work.dtype), work.scale[0])
-            total: tuple[Tensor, Tensor] | None = None
+            total: Attended | None = None
             for part in parts:
                 k_part, v_part = (read(x, part.cols).to(work.dtype) for x in (keys, values))
                 found = _part_forward(work, part, q_rows, k_part, v_part)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels.blockwise.scores import Scores
-from ringtile.kernels.contracts import Call, Lists, Rows, accumulator, merge_into
+from ringtile.kernels.contracts import Call, Grads, Lists, Rows, accumulator, merge_into
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 
 _BYTES = 1 << 23
@@ -119,7 +119,7 @@ def forward(
     return out.to(q.dtype), lse
 
 
-def backward(rows: Rows, lists: Lists, scale: float, call: Call | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, lists: Lists, scale: float, call: Call | None = None) -> Grads:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
     out_grad, lse_grad, q, k, v, out, lse = rows
     dtype = accumulator(q)

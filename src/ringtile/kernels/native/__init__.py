@@ -15,7 +15,9 @@ from ringtile.index.debug import check_lists
 from ringtile.index.schedule import Order, derived, schedule_of
 from ringtile.kernels.contracts import (
     Added,
+    Attended,
     Call,
+    Grads,
     Rows,
     accumulator,
     dense_tiles_reason,
@@ -62,6 +64,13 @@ def ranges(count: int, operations: float, threads: int) -> Iterator[tuple[int, i
     calls = max(1, min(count, math.ceil(operations / (_OPERATIONS_A_CALL * threads))))
     for number in range(calls):
         yield count * number // calls, count * (number + 1) // calls
+
+
+def run_items(c: CallStructure, name: str, items: int, operations: float) -> None:
+    """Let a function of the library compute all items of a call, in calls of bounded length."""
+    for first, last in ranges(items, operations, c.threads):
+        c.first_item, c.last_item = first, last
+        library().run(getattr(library().handle, name), c)
 
 
 def backward_products(key_heads: int, threads: int) -> int:
@@ -251,7 +260,7 @@ def _readable(x: Tensor, rereads: bool) -> Tensor:
 
 def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _Lists) -> _Template:
     check_groups(index, q)
-    (batch, heads, n_queries, head_dim), (kv_heads, n_keys, value_dim) = q.shape, v.shape[1:]
+    (batch, heads, n_queries, head_dim), (n_keys, value_dim) = q.shape, v.shape[2:]
     area = lists.tiles * min(index.block, n_queries) * min(index.block, n_keys) * batch * heads
     rereads = lists.tiles >= _READS * max(index.n_rows, index.n_cols)
     readable = with_contiguous_rows(q), _readable(k, rereads), _readable(v, rereads)
@@ -262,8 +271,7 @@ def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _L
     counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
     items = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     c = lists.structure.copy()
-    c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
-    c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
+    (c.batch, c.heads, c.n_queries, c.head_dim), (c.kv_heads, c.n_keys, c.value_dim) = q.shape, v.shape[1:]
     c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
     c.out_stride = out_stride[:3]
     c.borrow({"item_begin": items})
@@ -361,7 +369,7 @@ class _Job:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None, added: Added | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Attended:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` (float32, float64 for float64)."""
     rows = q.shape[:3]
     if not rows.numel():
@@ -381,9 +389,7 @@ def forward(
     return out, lse
 
 
-def backward(
-    rows: Rows, call: Call, prepared: Prepared | None = None, added: Added | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call, prepared: Prepared | None = None, added: Added | None = None) -> Grads:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
     out_grad, lse_grad, q, k, v, out, lse = rows
     check_rows(q, v, out, out_grad, lse, lse_grad)

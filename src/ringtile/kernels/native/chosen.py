@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Lists, Rows, new_out, with_contiguous_rows
-from ringtile.kernels.native import ranges, threads_of
+from ringtile.kernels.contracts import Attended, Grads, Lists, Rows, new_out, with_contiguous_rows
+from ringtile.kernels.native import run_items, threads_of
 from ringtile.kernels.native.checks import DTYPES, check_rows, check_tensors
 from ringtile.kernels.native.library import ListsPhase, library, reason_against
 
@@ -102,9 +102,7 @@ class _Job:
     def run(self, phase: ListsPhase, items: int, operations: float) -> None:
         """Run the items of a phase, for the runs of the window."""
         self.c.phase = phase
-        for first, last in ranges(items, operations, self.c.threads):
-            self.c.first_item, self.c.last_item = first, last
-            library().run(library().handle.ringtile_lists, self.c)
+        run_items(self.c, "ringtile_lists", items, operations)
 
     def run_queries(self, phase: ListsPhase, heads: int, first: int, last: int, operations: float) -> None:
         """Run a phase whose items are runs of some key heads, from ``first`` to ``last`` - 1."""
@@ -114,7 +112,7 @@ class _Job:
         self.run(phase, items, operations)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Attended:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]``, float32."""
     job = _Job(q, k, v, lists, scale)
     out, lse = new_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -126,7 +124,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tupl
     return out, lse
 
 
-def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, lists: Lists, scale: float) -> Grads:
     """Return the gradients of q, k and v, contiguous and in their dtype.
 
     Queries leave weights, from which ranges of keys then add up theirs in the order of the queries. How many queries

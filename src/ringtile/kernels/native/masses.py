@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import Masses, in_bytes, with_contiguous_rows
-from ringtile.kernels.native import ranges, threads_of
+from ringtile.kernels.native import run_items, threads_of
 from ringtile.kernels.native.checks import DTYPES
 from ringtile.kernels.native.library import INT8, library, reason_against
 
@@ -52,7 +52,6 @@ def native_masses(masses: Masses) -> Tensor | None:
     # Whole groups, about a strip of rows, and enough items for all threads. No bit depends on it.
     of_strip, of_threads = _STRIP * pooled // max(rows, 1), -(-batch * heads * pooled // (_ITEMS_A_THREAD * threads))
     c.n_pooled, c.pooled_step = pooled, max(1, min(of_strip, of_threads, pooled))
-    for first, last in ranges(batch * heads * -(-pooled // c.pooled_step), operations, threads):
-        c.first_item, c.last_item = first, last
-        library().run(library().handle.ringtile_masses, c)
+    items = batch * heads * -(-pooled // c.pooled_step)
+    run_items(c, "ringtile_masses", items, operations)
     return out

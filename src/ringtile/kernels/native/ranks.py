@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import with_contiguous_rows
-from ringtile.kernels.native import ranges, threads_of
+from ringtile.kernels.native import run_items, threads_of
 from ringtile.kernels.native.library import INT8, address, library
 
 _QUERIES, _KEYS = 32, 1024
@@ -42,7 +42,6 @@ def rounded_scores(query: Tensor, of_query: Tensor, key: Tensor, of_key: Tensor,
     c.place(q=query.transpose(0, 1)[None], k=key[None, None])
     c.point(sums=out, query_scale=of_query.T.contiguous(), key_scale=of_key, key_sum=sums)
     c.relu = relu
-    for first, last in ranges(-(-rows // _QUERIES) * -(-n_keys // _KEYS), operations, c.threads):
-        c.first_item, c.last_item = first, last
-        library().run(library().handle.ringtile_scores, c)
+    items = -(-rows // _QUERIES) * -(-n_keys // _KEYS)
+    run_items(c, "ringtile_scores", items, operations)
     return out

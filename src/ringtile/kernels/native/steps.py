@@ -18,7 +18,7 @@ def step(
 ) -> Tensor:
     """Return the attention of the last query over the tiles that ``keep`` names, bool ``[B, H, 1, C]``."""
     check_tensors(query, key, value)
-    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, value_dim) = query.shape, value.shape
+    (batch, heads, n_queries, head_dim), (n_keys, value_dim) = query.shape, value.shape[2:]
     groups, cols = batch * heads, -(-n_keys // block)
     if n_queries != 1 or keep.shape != (batch, heads, 1, cols) or keep.dtype != torch.bool:
         raise ValueError(
@@ -26,8 +26,7 @@ def step(
             f"{tuple(keep.shape)} for {query.shape=}"
         )
     c = library().structure()
-    c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, 1, head_dim
-    c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
+    (c.batch, c.heads, c.n_queries, c.head_dim), (c.kv_heads, c.n_keys, c.value_dim) = query.shape, value.shape[1:]
     c.block, c.start = block, n_keys - 1
 
     # The lists of an index in which each head is a group with one row. No key follows the query, so all tiles are full.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels import contracts
-from ringtile.kernels.contracts import Call, Rows
+from ringtile.kernels.contracts import Attended, Call, Grads, Rows
 from ringtile.kernels.triton.tuning import INTERPRETED
 
 MEASURED_ON = ""
@@ -63,7 +63,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     return reasons + contracts.lacking(call, "softcap", "alibi_slopes") + contracts.dense_tiles_reason(q, k, call)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` in float32."""
     if not q.shape[:3].numel():
         contracts.index_of(call, q, k)  # raises the same errors as a call with queries
@@ -80,7 +80,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> Grads:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
     out_grad, lse_grad, q, k, v, out, lse = rows
     if not lse.numel() or not k.numel():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels import triton
-from ringtile.kernels.contracts import Lists, Rows, new_out, with_contiguous_rows
+from ringtile.kernels.contracts import Attended, Grads, Lists, Rows, new_out, with_contiguous_rows
 
 _WIDEST, _WIDEST_VALUE = 576, 512
 
@@ -27,7 +27,7 @@ def _is_empty(k: Tensor, lists: Lists, lse: Tensor) -> bool:
     return not (lse.numel() and k.numel() and lists.indices.shape[3])
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Attended:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]``, float32."""
     out, lse = new_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     if _is_empty(k, lists, lse):
@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tupl
     return out, lse
 
 
-def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, lists: Lists, scale: float) -> Grads:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
     out_grad, lse_grad, q, k, v, out, lse = rows
     if _is_empty(k, lists, lse):

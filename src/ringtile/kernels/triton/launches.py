@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ringtile.index import BlockIndex
+from ringtile.index.derive import merged
 from ringtile.index.lists import TileLists
 from ringtile.index.schedule import Order, derived, schedule_of
 from ringtile.kernels.contracts import Call, index_of, is_remapped
@@ -87,12 +87,6 @@ def allows_tf32(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_cuda and bool(matmul.fp32_precision == "tf32")
 
 
-def _merged(index: BlockIndex) -> BlockIndex:
-    # Tiles that become one need not follow each other in position space. Only dropout depends on it (`unsupported`).
-    rows, cols = (side._replace(at=side.at[:0]) for side in (index.rows, index.cols))
-    return replace(index, rows=rows, cols=cols).coarsen(128)
-
-
 def padded(size: int) -> int:
     """Return the power of two that a side of a product is padded to."""
     return max(16, 1 << (size - 1).bit_length())
@@ -131,8 +125,9 @@ class Job(Problem):
         with span(INDEX):
             self.index = index
             if index.block not in _BLOCKS:
-                merged = derived(index, _merged)
-                self.index = merged.at(replace(index.grid, block=merged.block))
+                # Only dropout depends on positions (`unsupported`).
+                large = derived(index, merged)
+                self.index = large.at(replace(index.grid, block=large.block))
             self.schedule = schedule_of(self.index)
         self.call = call
         self.scratch: list[Tensor] = []

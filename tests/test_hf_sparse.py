@@ -412,9 +412,9 @@ def test_copies_and_pickles_choose_as_the_model(name: str) -> None:
     tokens = torch.randint(3, 97, (1, TOKENS))
     model = built(name, "use_ringtile")
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        choosing = [module for module in other.modules() if type(module).__name__ in indexers._KINDS]
+        choosing = [(x, name) for x in other.modules() for name in indexers.INDEXERS.get(type(x).__name__, ())]
         assert choosing
-        assert all(module.forward.args[0] is module for module in choosing)
+        assert all(module.__dict__[name].args[-1] is module for module, name in choosing)
         with torch.no_grad(), Doubled():
             torch.testing.assert_close(other(tokens)[0], model(tokens)[0])
     # Switched back, it is the model that it was.
@@ -437,7 +437,7 @@ def test_indexers_choose_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -
     with torch.no_grad(), Doubled():
         model(torch.randint(3, 97, (1, TOKENS)))
     names = [type(module).__name__ for module in model.modules()]
-    assert len(calls) == sum(name in indexers._KINDS and name.endswith("Indexer") for name in names) > 0
+    assert len(calls) == sum(name in indexers.INDEXERS and name.endswith("Indexer") for name in names) > 0
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp"])

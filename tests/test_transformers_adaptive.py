@@ -229,9 +229,9 @@ def test_arguments() -> None:
     model = made("Llama")
     with pytest.raises(ValueError, match="attend: expected one function per layer for 2 layers, got 3"):
         use_ringtile(model, attend=[None] * 3)
-    with pytest.raises(ValueError, match=r"attend: expected a function of .*, or None, per layer, got 1"):
+    with pytest.raises(ValueError, match=r"attend: expected a function of .*, or one or None per layer, got 1"):
         register("ringtile-own", attend=[1])
-    with pytest.raises(ValueError, match=r"attend: expected a function of .*, or one per layer, got 1"):
+    with pytest.raises(ValueError, match=r"attend: expected a function of .*, or one or None per layer, got 1"):
         use_ringtile(model, attend=1)
     counting = Random()
     counting.stateful = True

@@ -231,8 +231,10 @@ class RingCache(LayerCache):
             return found
         mask = (kept & seen.mask[:, None, None]) if self._masked else kept.expand(len(query), -1, -1, -1)
         if mask.shape[1:3] == (1, 1):
-            options: dict[str, Any] = {"key_mask": mask[:, 0, 0].contiguous(), "return_lse": True, "enable_gqa": True}
-            found[..., :-1], found[..., -1] = sparse_attention(query, seen.key, seen.value, **options)
+            key_mask = mask[:, 0, 0].contiguous()
+            found[..., :-1], found[..., -1] = sparse_attention(
+                query, seen.key, seen.value, key_mask=key_mask, return_lse=True, enable_gqa=True
+            )
             return found
         key, value = (x.to(wide).repeat_interleave(heads // x.shape[1], 1) for x in (seen.key, seen.value))
         rows = max(1, _SCORES // (len(query) * heads * len(seen.position)))

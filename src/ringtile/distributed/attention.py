@@ -183,8 +183,10 @@ def _attend_by_heads(
     options.update(enable_gqa=True, return_lse=True)
     if isinstance(ranks, DeviceMesh):
         # Not a ring, whose merges by lse round: the bits are those of one process.
-        place: dict[str, Any] = {"layout": exchange.rows, "group": ranks.get_group(0), "transport": "exchange"}
-        out, lse = ring_attention(query, key, value, exchange.rule, overlap=overlap, **place, **options)
+        rule, rows, group = exchange.rule, exchange.rows, ranks.get_group(0)
+        out, lse = ring_attention(
+            query, key, value, rule, layout=rows, group=group, transport="exchange", overlap=overlap, **options
+        )
     else:
         out, lse = sparse_attention(query, key, value, exchange.index or exchange.rule, start=0, **options)
     if not return_lse:
@@ -215,8 +217,8 @@ def _prepared(
     facts: dict[str, str | float] = {"pattern": text, "transport": transport, "plan": ""}
     plan: RingPlan | Relays | HeadPlan | None = None
     if mode.is_planned:
-        sizes, planned = {"num_heads": heads, "batch": batch}, None if lists else pattern
-        plan = plan_of(mode, planned, layout, every.rank(), groups[2].size(), **sizes)
+        planned = None if lists else pattern
+        plan = plan_of(mode, planned, layout, every.rank(), groups[2].size(), num_heads=heads, batch=batch)
         if isinstance(plan, RingPlan):
             facts["transport"] = "gather" if plan.is_gathered else "exchange"
         facts["plan"] = plan.fingerprint

@@ -155,6 +155,11 @@ def _cells(runs: _Runs, shape: Shape, n_tokens: int, n_offsets: int, rank: int) 
     length, dilation, is_trimmed = shape
     # Run i meets count[i] segments: repeat it so often, and number its segments from the one that it begins in.
     count = (runs.end - 1) // length - runs.begin // length + 1
+    if (cells := int(count.sum()) * n_offsets) > _CELLS:
+        raise ValueError(
+            f"layout: expected at most {_CELLS:,} runs of tokens in segments and offsets, got {cells:,} for the "
+            f"branch ({length}, {dilation}). Use longer runs or segments"
+        )
     run = torch.repeat_interleave(count)
     begin, end, owner, place = (x[run] for x in runs)
     segment = begin // length + torch.arange(len(run), device="cpu") - (count.cumsum(0) - count)[run]
@@ -196,7 +201,6 @@ def make_branch_plan(
         layout.size(rank),
     )
     n_offsets = [min(shape.dilation, shape.length, num_heads) for shape in shapes]
-    _check_cells(runs, shapes, n_offsets)
     readers = [_readers(*each, num_heads, num_kv_heads) for each in zip(shapes, n_offsets, strict=True)]
     # Key heads that query heads of the same offsets share need the same tokens: find these once per kind.
     kinds, kind_of = torch.cat(readers, 1).unique(dim=0, return_inverse=True)
@@ -251,17 +255,6 @@ def _in_buffer(
     places = torch.arange(len(items), dtype=short, device="cpu") + (starts - begins).to(short).repeat_interleave(counts)
     tokens = counts.new_zeros(n_ranks + 1).index_add_(0, owner + 1, counts)
     return places, list(pairwise([0, *tokens.cumsum(0).tolist()]))
-
-
-def _check_cells(runs: _Runs, shapes: Sequence[Shape], n_offsets: Sequence[int]) -> None:
-    """Raise ValueError if the runs of the ranks are so short that the cells take too much memory."""
-    for shape, offsets in zip(shapes, n_offsets, strict=True):
-        cells = int(((runs.end - 1) // shape.length - runs.begin // shape.length + 1).sum()) * offsets
-        if cells > _CELLS:
-            raise ValueError(
-                f"layout: expected at most {_CELLS:,} runs of tokens in segments and offsets, got {cells:,} for the "
-                f"branch ({shape.length}, {shape.dilation}). Use longer runs or segments"
-            )
 
 
 def _readers(shape: Shape, n_offsets: int, num_heads: int, num_kv_heads: int) -> Tensor:

@@ -95,8 +95,18 @@ def ring_dilated_attention(
     pattern = None if pattern is None else as_rule(pattern, "a Pattern between places in a segment")
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     if branches is None:
-        how: dict[str, Any] = {"layout": layout, "group": group, "check_finite": check_finite, **options}
-        return ring_attention(query, key, value, over_positions(at, pattern, overlap)[0], return_lse=return_lse, **how)
+        rule = over_positions(at, pattern, overlap)[0]
+        return ring_attention(
+            query,
+            key,
+            value,
+            rule,
+            layout=layout,
+            group=group,
+            check_finite=check_finite,
+            return_lse=return_lse,
+            **options,
+        )
     warn_of_uncovered(at, query.shape[1], 0, layout.n_tokens)
     if check_finite:
         check_keys_finite(key, value, layout, rank, check_finite)

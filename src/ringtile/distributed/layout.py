@@ -285,6 +285,11 @@ def copies(source: Sequence[tuple[Run, int]], target: Sequence[tuple[Run, int]])
     return Copies(*(tuple(_place(run, held) for run in common) for held in (source, target)))
 
 
+def joined(parts: Sequence[Copies]) -> Copies:
+    """Return the copies of several, one after another."""
+    return Copies(*(tuple(run for part in parts for run in part[side]) for side in (0, 1)))
+
+
 def placed(wanted: Sequence[Run], held: Sequence[tuple[Run, int]]) -> tuple[Run, ...]:
     """Return the places of the positions in ``wanted`` that are held, in ascending order of position.
 

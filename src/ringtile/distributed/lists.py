@@ -69,7 +69,8 @@ def attend_gathered(
     for (begin, end), at in with_starts(runs or ((0, 0),)):
         rows = slice(at, at + end - begin)
         mine = found._replace(chosen=Chosen(found.chosen.indices[:, :, rows], found.chosen.block))
-        how: dict[str, Any] = {"start": begin, "enable_gqa": True, "return_lse": True, **options}
-        results.append(sparse_attention(query[:, :, rows], keys, values, mine.rule(begin, query.shape[1]), **how))
+        q, rule = query[:, :, rows], mine.rule(begin, query.shape[1])
+        part = sparse_attention(q, keys, values, rule, start=begin, enable_gqa=True, return_lse=True, **options)
+        results.append(part)
     out, lse = (torch.cat(parts, 2) for parts in zip(*results, strict=True))
     return out.to(dtype), lse

@@ -18,6 +18,7 @@ from ringtile.distributed.layout import (
     copies,
     count_tokens,
     intervals,
+    joined,
     overlaps,
     placed,
     with_starts,
@@ -218,7 +219,7 @@ def _make_plan(
     grid: TileGrid,
     rank: int,
     gather: bool | None,
-    **sizes: int,
+    **sizes: Any,
 ) -> RingPlan:
     rule, block = Dense() if pattern is None else pattern, grid.block
     rule.validate(grid)
@@ -226,11 +227,14 @@ def _make_plan(
     if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):
         demand = demand_of(None, layout, grid)
     needs, holds, is_hot, most_sent, is_mixed = demand
-    if pattern is None:
-        pieces, cols = list[Piece](), [needs[rank], torch.zeros_like(is_hot)]
-    elif is_cut(layout, rank, block):
-        pieces, cols = _cut_pieces(pattern, layout, rank, needs[rank], block=block, **sizes)
-    else:
+    pieces, cols = list[Piece](), [needs[rank], torch.zeros_like(is_hot)]
+    if pattern is not None and is_cut(layout, rank, block):
+        # Each run is a piece, and the second part of the buffer is empty.
+        for (begin, end), at in with_starts(layout.runs[rank]):
+            index = build_index(pattern, end - begin, layout.n_tokens, start=begin, block=block, **sizes)
+            index = index.remapped(torch.arange(index.n_rows, device="cpu"), needs[rank].nonzero().flatten())
+            pieces.append(Piece(at, at + end - begin, "all", index))
+    elif pattern is not None:
         index = build_rows(pattern, holds[rank].nonzero().flatten(), layout.n_tokens, block=block, **sizes)
         pieces, cols = _pieces(index, needs[rank], is_hot)
     places = [with_starts(held) for held in layout.runs]
@@ -240,8 +244,7 @@ def _make_plan(
     second = [(run, place + count_tokens(buffer[0])) for run, place in with_starts(buffer[1])]
 
     def into_buffer(source: list[tuple[Run, int]]) -> Copies:
-        found = copies(source, first), copies(source, second)
-        return Copies(*(tuple(run for each in found for run in each[side]) for side in (0, 1)))
+        return joined([copies(source, first), copies(source, second)])
 
     hot_runs, cold_runs = intervals(is_hot, grid), intervals(~is_hot, grid)
     hot = tuple(placed(hot_runs, held) for held in places)
@@ -255,18 +258,6 @@ def _make_plan(
     messages = into_buffer(places[rank]), hot, hot_copies, sent, received
     parts = tuple(buffer[0]), tuple(buffer[1])
     return RingPlan(*calls, *messages, parts, most_sent, bool(gather), is_mixed)
-
-
-def _cut_pieces(
-    pattern: Pattern, layout: Layout, rank: int, needs: Tensor, **sizes: Any
-) -> tuple[list[Piece], list[Tensor]]:
-    """Make a piece of each run of a rank. Return them and the columns of the parts: the second has none."""
-    pieces = []
-    for (begin, end), at in with_starts(layout.runs[rank]):
-        index = build_index(pattern, end - begin, layout.n_tokens, start=begin, **sizes)
-        index = index.remapped(torch.arange(index.n_rows, device="cpu"), needs.nonzero().flatten())
-        pieces.append(Piece(at, at + end - begin, "all", index))
-    return pieces, [needs, torch.zeros_like(needs)]
 
 
 def is_better_gathered(most_sent: int, layout: Layout) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.layout import Copies, Layout, Places, Run, check_layout, copies, with_starts
+from ringtile.distributed.layout import Copies, Layout, Places, Run, check_layout, copies, joined, with_starts
 from ringtile.distributed.lockstep import Lockstep, compare
 from ringtile.distributed.process_groups import real_group
 from ringtile.distributed.stages import Stage, copy
@@ -116,8 +116,7 @@ def _moves_of(layout: Layout, rank: int, shifts: int, wraps: bool) -> _Moves:
     held = [with_starts(runs) for runs in layout.runs]
 
     def between(source: int, target: int) -> Copies:
-        found = [copies(_moved(held[source], step, n_tokens), held[target]) for step in sorted(steps)]
-        return Copies(*(tuple(run for each in found for run in each[side]) for side in (0, 1)))
+        return joined([copies(_moved(held[source], step, n_tokens), held[target]) for step in sorted(steps)])
 
     every = range(layout.n_ranks)
     return _Moves(

@@ -59,23 +59,16 @@ def chosen(mode: Mode, pattern: Pattern, call: Call, n_ranks: int) -> Mode:
                 f"transport {mode.name!r} does not support Chosen: its lists can name any key, so use 'gather'"
             )
         return MODES["gather"]
-    against = _reasons_against_ring(pattern, call)
-    ring = MODES["ring"]
+    against, ring = lacking(call, "alibi_slopes", "dropout_p"), MODES["ring"]
+    if not fits_ring(pattern):
+        against.append(f"supports the patterns dense and causal, got {pattern!r}")
+    if call.backend == "reference":
+        against.append("does not support backend='reference'")
+    if torch.compiler.is_compiling():
+        against.append("does not support torch.compile")
     if mode is ring and against:
         raise ValueError(f"transport 'ring' does not support this call: {'; '.join(against)}")
     return ring if mode.gather is None and not against and n_ranks > 1 else mode
-
-
-def _reasons_against_ring(pattern: Pattern, call: Call) -> list[str]:
-    """Return the reasons why keys cannot pass around a ring."""
-    reasons = lacking(call, "alibi_slopes", "dropout_p")
-    if not fits_ring(pattern):
-        reasons.append(f"supports the patterns dense and causal, got {pattern!r}")
-    if call.backend == "reference":
-        reasons.append("does not support backend='reference'")
-    if torch.compiler.is_compiling():
-        reasons.append("does not support torch.compile")
-    return reasons
 
 
 def plan_of(

@@ -135,8 +135,8 @@ class HeadExchange(Lockstep):
         """Build the index of a pattern without text: Dynamo can read an index, and cannot build one."""
         if self.rule.text is None and self.index is None:
             heads, n_tokens = self.heads[1] - self.heads[0], self.plan.layout.n_tokens
-            sizes: dict[str, int] = {"num_heads": heads, "batch": max(self.plan.batch, 1)}
-            self.index = build_index(self.rule, n_tokens, start=0, device=device, **sizes)
+            batch = max(self.plan.batch, 1)
+            self.index = build_index(self.rule, n_tokens, start=0, num_heads=heads, batch=batch, device=device)
 
     def to_heads(self, xs: Tensors, kinds: str) -> list[Tensor]:
         """Return this rank's heads of the row's tokens, from all heads of its own tokens."""

@@ -122,9 +122,17 @@ def _attend(
             key_mask = kept[:, 0, 0].expand(key.shape[0], key.shape[2])
         else:
             pattern = pattern & from_mask(kept.expand(*kept.shape[:2], query.shape[2], key.shape[2]))
-    softmax: dict[str, Any] = {"is_causal": is_causal, "dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-    out: Tensor = sparse_attention(query, key, value, pattern, key_mask=key_mask, **softmax)
-    return out
+    return sparse_attention(
+        query,
+        key,
+        value,
+        pattern,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
 
 
 def _kept_pairs(mask: Tensor) -> Tensor:

@@ -166,15 +166,15 @@ def wait(work: dist.Work | None, group: dist.ProcessGroup | None, what: str) -> 
             watcher.wait(work, what)
         elif work is not None:
             work.wait()
-    except RuntimeError as error:
-        if not isinstance(error, RankLost):
-            if "gloo" not in dist.get_backend_config(group):
-                raise
-            named = _lost(watcher, what, error)
-            named.add_note(f"while waiting for {what}")
-            raise named from error
+    except RankLost as error:
         error.add_note(f"while waiting for {what}")
         raise
+    except RuntimeError as error:
+        if "gloo" not in dist.get_backend_config(group):
+            raise
+        lost = _lost(watcher, what, error)
+        lost.add_note(f"while waiting for {what}")
+        raise lost from error
 
 
 def _until(done: Callable[[], bool], seconds: float, n_ranks: int) -> None:

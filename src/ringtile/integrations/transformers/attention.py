@@ -16,6 +16,7 @@ from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kep
 from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, as_rule, from_mask, per_document
 from ringtile.patterns.documents import counted_from
 from ringtile.patterns.facts import moves_along, sees_no_future
+from ringtile.patterns.traced import constant, outside_graphs
 
 LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Any], None]  # noqa: UP007
 """A pattern for all layers, one per kind of layer (``config.layer_types``), or a function of the attention module."""
@@ -97,21 +98,20 @@ def _has_cross_attention(module: nn.Module) -> bool:
     return named or any(word in type(module).__name__ for word in ("CrossAttention", "MergedAttention"))
 
 
-def check_attend(attend: LayerAttend) -> None:
-    """Raise ValueError if this is neither a function nor one function or None per layer."""
-    several = isinstance(attend, Sequence | nn.ModuleList)
-    either = "or None, per layer" if several else "or one per layer"
-    for one in attend if several else (attend,):  # type: ignore[union-attr]
-        if one is not None and not callable(one):
-            raise ValueError(f"attend: expected a function of query, key and value, {either}, got {one!r}")
+_OF_LAYERS = {"attend": ("function", "a function of query, key and value"), "decode": ("choice", "a Choice")}
+"""The arguments that one value for all layers, or one or None per layer, can have, and their kinds of values."""
 
 
-def check_decode(decode: LayerDecode) -> None:
-    """Raise ValueError if this is neither a choice nor one or None per layer, or if one cannot decide about steps."""
-    for one in decode if isinstance(decode, Sequence) else (decode,):
-        if one is not None and not isinstance(one, Choice):
-            raise ValueError(f"decode: expected a Choice, or one or None per layer, got {one!r}")
-        if one is not None:
+def check_layers(name: str, given: Any, n_layers: int | None = None) -> None:
+    """Raise ValueError if ``attend`` or ``decode`` has another type or number, or if a choice has no steps."""
+    kind, wanted = _OF_LAYERS[name]
+    several = isinstance(given, Sequence | nn.ModuleList)
+    if several and n_layers not in (None, len(given)):
+        raise ValueError(f"{name}: expected one {kind} per layer for {n_layers} layers, got {len(given)}")
+    for one in given if several else (given,):
+        if one is not None and not (callable(one) if name == "attend" else isinstance(one, Choice)):
+            raise ValueError(f"{name}: expected {wanted}, or one or None per layer, got {one!r}")
+        if name == "decode" and one is not None:
             check_steps(one)
 
 
@@ -125,9 +125,21 @@ def for_layer(name: str, given: Any, module: nn.Module) -> Any:
         return given
     layer = getattr(module, "layer_idx", None)
     if layer is None or layer >= len(given):
-        kind = {"attend": "function", "decode": "choice"}[name]
-        raise ValueError(f"{name}: expected one {kind} per layer, got {len(given)} for {layer=} of {type(module)}")
+        raise ValueError(
+            f"{name}: expected one {_OF_LAYERS[name][0]} per layer, got {len(given)} for {layer=} of {type(module)}"
+        )
     return given[layer]
+
+
+def from_first(
+    pattern: Pattern, origins: tuple[int, ...], n_tokens: int, documents: Documents | None = None
+) -> Pattern:
+    """Count positions from the first real token of each batch element, or of each document."""
+    if (documents is None and not any(origins)) or moves_along(pattern):
+        return pattern
+    # One origin serves all batch elements if it is the same for each.
+    origins = origins[:1] if len(set(origins)) == 1 else origins
+    return per_document(pattern, counted_from(origins, n_tokens, documents))
 
 
 def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -> KeptPairs:
@@ -143,11 +155,7 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
         elif real is not None:
             leading = tuple(real.long().argmax(1).tolist())
         origins = tuple(lead - kept.first for lead in leading)
-    mine = pattern
-    if documents is not None or any(origins):
-        # One origin serves all batch elements if it is the same for each.
-        origins = origins[:1] if len(set(origins)) == 1 else origins
-        mine = per_document(pattern, counted_from(origins, n_keys, documents))
+    mine = from_first(pattern, origins, n_keys, documents)
     # Positions of the mask's rule and of the pattern agree, unless the mask was given as values with room after it.
     heads, n_queries = query.shape[1:3]
     both: Pattern | None = None
@@ -175,8 +183,8 @@ _intersected_outside_graphs = torch.compiler.disable(
 )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _joined(first: str, second: str) -> Pattern:
+@constant
+def _joined(first: str | None, second: str | None) -> Pattern:
     """Return the pairs of two patterns in a graph, in which no method of a rule that was read can be called."""
     return as_rule(first) & as_rule(second)
 
@@ -195,7 +203,7 @@ def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is
     return KeptPairs(Causal() if causal else Dense(), start, None, start)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _has_sdpa(kind: type) -> bool:
     """Return False if the models in the file of a class have no `sdpa` attention, which alone reads ``is_causal``."""
     file = sys.modules[kind.__module__].__dict__
@@ -302,7 +310,7 @@ def softmax_of(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> dict[s
     }
 
 
-@torch.compiler.disable(reason="attention that follows the content needs an index that is built outside graphs")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _adapted(
     compute: Attend, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, scores: Any, softmax: Any
 ) -> Tensor:
@@ -329,7 +337,7 @@ def _check_limits(softmax: dict[str, Any], scores: dict[str, Any], argument: str
         raise ValueError(f"{refused[0]}: expected a layer without softcap, sinks and bias for {argument}=, got one")
 
 
-@torch.compiler.disable(reason="a step that follows the content chooses its tiles outside graphs")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _step(
     choice: Choice, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, scores: Any, softmax: Any
 ) -> Tensor:
@@ -366,7 +374,7 @@ def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: 
     return torch.cat(outs, 1)
 
 
-@torch.compiler.disable(reason="packed rows need an index that is built outside graphs")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _in_documents(kept: KeptPairs, documents: Documents) -> KeptPairs:
     """Return the kept pairs inside the documents of packed rows."""
     return kept._replace(pattern=kept.pattern & documents, documents=documents)

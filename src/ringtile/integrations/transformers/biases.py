@@ -15,20 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from ringtile.functional.bias import Bias, ByKey, ByQuery, Grid, Relative
-from ringtile.integrations.transformers.by_hand import heads_of, refuse_unknown
-from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, is_streamed, pattern_mask
+from ringtile.integrations.transformers.by_hand import heads_of, refuse_unknown, replace_methods
+from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, pattern_mask
 from ringtile.patterns import Pattern, Segments, from_mask
+from ringtile.patterns.traced import constant
 
 _Result = tuple[Tensor, Tensor | None]
-
-
-def _as_written(name: str, compute: Callable[..., Any], module: nn.Module, *given: Any, **named: Any) -> Any:
-    """Call a method of a module that `use_ringtile` replaced, or its own after a switch to another attention."""
-    if is_streamed(module.config):
-        return compute(module, *given, **named)
-    if name == "compute_bias" and not hasattr(module, "relative_attention_bias"):
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-    return getattr(type(module), name)(module, *given, **named)
 
 
 def _by_distance(module: nn.Module, *_: int, past_seen_tokens: int | Tensor = 0, **__: Any) -> Callable[..., Any]:
@@ -54,8 +46,9 @@ def _attend(
     """Compute attention by the function of `use_ringtile`. Returns ``[B, N, H * D]``, and weights or None."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    how = {"dropout": dropout if module.training else 0.0, "scaling": scale, "position_bias": scores, **options}
-    out, weights = ALL_ATTENTION_FUNCTIONS[CHOSEN](module, *heads, mask, **how)
+    dropout = dropout if module.training else 0.0
+    compute = ALL_ATTENTION_FUNCTIONS[CHOSEN]
+    out, weights = compute(module, *heads, mask, dropout=dropout, scaling=scale, position_bias=scores, **options)
     return out.flatten(2), weights
 
 
@@ -67,6 +60,8 @@ def _attend_wav2vec2(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> _Result:
     """Return the output of the attention of wav2vec2-conformer, w2v-BERT and SeamlessM4T."""
+    if module.position_embeddings_type not in ("relative", "relative_key"):
+        return type(module).forward(module, hidden_states, attention_mask, **options)  # type: ignore[no-any-return]
     projections = module.linear_q, module.linear_k, module.linear_v
     query, key, value = heads_of(hidden_states, module.head_size, *projections)
     positions = options.pop("relative_position_embeddings", None)
@@ -109,9 +104,14 @@ def _mask(real: Tensor | None, x: Tensor, rule: Pattern | None = None) -> Tensor
     """Return the mask of all pairs of real tokens ``[B, N]``, or of those that a rule keeps."""
     from transformers.masking_utils import bidirectional_mask_function
 
-    batch, tokens = x.shape[:2]
-    how: dict[str, Any] = {"mask_function": bidirectional_mask_function, "device": x.device}
-    mask: Any = pattern_mask(attention_mask=real, batch_size=batch, q_length=tokens, kv_length=tokens, **how)
+    mask: Any = pattern_mask(
+        attention_mask=real,
+        batch_size=x.shape[0],
+        q_length=x.shape[1],
+        kv_length=x.shape[1],
+        mask_function=bidirectional_mask_function,
+        device=x.device,
+    )
     if rule is not None:
         mask.kept = mask.kept._replace(pattern=rule)
     return mask  # type: ignore[no-any-return]
@@ -244,7 +244,7 @@ def _positions_deberta(encoder: Any, hidden_states: Tensor, query_states: Any = 
         raise ValueError("query_states, relative_pos: expected None with ringtile")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _scale_deberta(head_dim: int, kinds: int) -> float:
     # It is rounded to float32 in every dtype.
     return 1 / float(torch.tensor(head_dim * (1 + kinds), dtype=torch.float32, device="cpu").sqrt())
@@ -312,11 +312,6 @@ def _attend_mpnet(module: Any, x: Tensor, mask: Tensor, scores: Any, output_atte
     return module.o(out), weights
 
 
-@torch.compiler.disable(reason="masks of shifted windows need an index that is built outside graphs")  # type: ignore[untyped-decorator]
-def _shifted(mask: Tensor, windows: int) -> Pattern:
-    return from_mask((mask == 0).repeat(windows // len(mask), 1, 1).unsqueeze(1))
-
-
 def _attend_swin(module: Any, x: Tensor, mask: Any = None, output_attentions: bool = False, **options: Any) -> Any:
     """Return the output of the attention of Swin, of its second version, or of their copies."""
     is_new, is_cosine = hasattr(module, "o_proj"), hasattr(module, "logit_scale")
@@ -333,7 +328,9 @@ def _attend_swin(module: Any, x: Tensor, mask: Any = None, output_attentions: bo
     # They count offsets from the key to the query.
     sizes = [2 * size - 1 for size in owner.window_size]
     bias = Grid(table.flip(0).T.reshape(-1, *sizes), owner.window_size)
-    mask = _mask(None, x, None if mask is None else _shifted(mask, len(query)))
+    if mask is not None:
+        mask = from_mask((mask == 0).repeat(len(query) // len(mask), 1, 1).unsqueeze(1))
+    mask = _mask(None, x, mask)
     options["output_attentions"] = output_attentions
     dropout = module.attention_dropout if is_new else module.dropout.p
     out, weights = _attend(module, (query, key, value), mask, scale, dropout, _biased(bias), options)
@@ -367,20 +364,14 @@ _BY_HAND = set("bloom mpt granite_speech granite_speech_plus deberta_v2 wavlm mp
 
 
 def is_replaced(kind: type) -> bool:
-    """Return True if a class of models has attention of its own, which `replace_biases` replaces."""
+    """Return True if models of this class write their attention by hand, and `replace_biases` replaces it."""
     return kind.__module__.startswith("transformers.models.") and kind.__module__.split(".")[2] in _BY_HAND
 
 
 def replace_biases(model: nn.Module) -> None:
     """Have the modules of a model that compute a bias hand it over, in place. They keep their weights."""
-    configs = {part: owner.config for owner in model.modules() if hasattr(owner, "config") for part in owner.modules()}
+    replace_methods(model, _REPLACED)
     for module in model.modules():
-        kind = getattr(module, "position_embeddings_type", "relative")
-        replaced = _REPLACED.get(type(module).__name__, {}) if kind in ("relative", "relative_key") else {}
-        for name, compute in replaced.items():
-            module.__dict__.setdefault("config", configs[module])
-            # A partial function is copied and pickled with its module, which a method that is no member is not.
-            module.__dict__[name] = partial(_as_written, name, compute, module)
-        if "compute_bias" in replaced:
+        if "compute_bias" in module.__dict__:
             # Otherwise the others make zeros for all pairs.
             module.__dict__["has_relative_attention_bias"] = True

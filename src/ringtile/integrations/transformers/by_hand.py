@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from types import MethodType
 from typing import Any
@@ -10,12 +11,36 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
+from ringtile.integrations.transformers.masks import is_streamed
 from ringtile.patterns import Blocks, Window
 
 
 def heads_of(x: Tensor, head_dim: int, *projections: nn.Module) -> list[Tensor]:
     """Return the heads ``[..., H, N, D]`` of projections of hidden states ``[..., N, E]``."""
     return [project(x).unflatten(-1, (-1, head_dim)).transpose(-2, -3) for project in projections]
+
+
+def replace_methods(model: nn.Module, methods: Mapping[str, Mapping[str, Callable[..., Any]]]) -> None:
+    """Replace methods of a model's modules, by the names of their classes, in place. The modules keep their weights."""
+    # Some parts copy the config of their layer, which a switch does not reach.
+    owners = [owner for owner in model.modules() if hasattr(owner, "set_attn_implementation")]
+    configs: dict[nn.Module, Any] = {part: owner.config for owner in owners for part in owner.modules()}
+    for module in model.modules():
+        for name, compute in methods.get(type(module).__name__, {}).items():
+            module.__dict__.setdefault("config", configs[module])
+            # A partial function is copied and pickled with its module, which a method that is no member is not.
+            module.__dict__[name] = partial(_as_written, name, compute, configs[module], module)
+
+
+def _as_written(
+    name: str, compute: Callable[..., Any], config: Any, module: nn.Module, *given: Any, **named: Any
+) -> Any:
+    """Call a method of a module that `replace_methods` replaced, or its own after a switch to another attention."""
+    if is_streamed(config):
+        return compute(module, *given, **named)
+    if name == "compute_bias" and not hasattr(module, "relative_attention_bias"):
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return getattr(type(module), name)(module, *given, **named)
 
 
 _WITHOUT_EFFECT = {"cache_position", "position_ids", "use_cache"}
@@ -43,10 +68,11 @@ def _attend_longformer(
         raise ValueError("output_attentions: expected False for longformer in use_ringtile, got True")
     if is_index_masked is None or is_index_global_attn is None:
         raise ValueError("is_index_masked, is_index_global_attn: expected bool [B, N], got None")
-    how: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
+    dropout = self.dropout if self.training else 0.0
     q, k, v = heads_of(hidden_states, self.head_dim, self.query, self.key, self.value)
     real, window = ~is_index_masked, Window(self.one_sided_attn_window_size)
-    near = sparse_attention(q, k, v, window, key_mask=real & ~is_index_global_attn, return_lse=True, **how)
+    keep = real & ~is_index_global_attn
+    near = sparse_attention(q, k, v, window, key_mask=keep, return_lse=True, dropout_p=dropout)
     out = near[0]
     if is_global_attn:
         # The global tokens of each batch element come first, and their number differs.
@@ -55,12 +81,12 @@ def _attend_longformer(
         chosen = is_index_global_attn.gather(1, at)
         of_token = at[:, None, :, None].expand(-1, self.num_heads, -1, self.head_dim)
         keys, values = k.gather(2, of_token), v.gather(2, of_token)
-        far = sparse_attention(q, keys, values, key_mask=chosen, return_lse=True, **how)
+        far = sparse_attention(q, keys, values, key_mask=chosen, return_lse=True, dropout_p=dropout)
         out = merge_attention(*zip(near, far, strict=True))[0]
         rows = hidden_states.gather(1, at[:, :, None].expand(-1, -1, hidden_states.shape[2]))
         (query,) = heads_of(rows, self.head_dim, self.query_global)
         keys, values = heads_of(hidden_states, self.head_dim, self.key_global, self.value_global)
-        all_keys = sparse_attention(query, keys, values, key_mask=real, **how)
+        all_keys = sparse_attention(query, keys, values, key_mask=real, dropout_p=dropout)
         kept = torch.where(chosen[:, None, :, None], all_keys, out.gather(2, of_token))
         out = out.scatter(2, of_token, kept)
     out = out.masked_fill(is_index_masked[:, None, :, None], 0)

@@ -76,8 +76,10 @@ def calibrate(
             progress(layer)
         call = {name: options[name] for name in ("is_causal", "key_mask", "scale")}
         view = Choice(block=block).view(query, key, options["pattern"], **call)
-        how: dict[str, Any] = {"first": first, "local": local, "output": output_weight(model, layer)}
-        layers[layer] = head_facts(view, value, scores, audited, weights=weights, **how)
+        output = output_weight(model, layer)
+        layers[layer] = head_facts(
+            view, value, scores, audited, weights=weights, first=first, local=local, output=output
+        )
         out: Tensor = sparse_attention(query, key, value, **options)
         return out
 

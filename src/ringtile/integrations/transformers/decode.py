@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ringtile.functional.cache import with_room
 from ringtile.integrations.transformers.attention import KEPT, PAGES, for_layer
+from ringtile.patterns.traced import outside_graphs
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
@@ -25,7 +26,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     _last: tuple[Any, ...] | None = None
     """The keys, values, rooms, and versions of the rooms that the last call left."""
 
-    @torch.compiler.disable(reason="the room for keys grows outside graphs")  # type: ignore[untyped-decorator]
+    @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add keys and values ``[B, Hkv, N, D]``, and return all of them."""
         before, new = self.get_seq_length(), (key_states, value_states)
@@ -48,20 +49,17 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
     def _held(self, before: int, new: tuple[Tensor, Tensor]) -> tuple[list[Tensor] | None, dict[Any, Any]]:
         """Return the rooms that hold earlier keys and values, or None, and the pages of these keys."""
+        keys, values, rooms, versions = self._last or (None, None, [], [])
         if before == 0:
             held, pages = [x[:, :, :0] for x in new], {}
-        elif self._last is not None and self._is_last(*self._last):
-            held, pages = self._last[2], getattr(self.keys, PAGES)
+        # A copy of this layer may share the rooms, and the versions show the tokens that it adds there.
+        elif keys is self.keys and values is self.values and [room._version for room in rooms] == versions:
+            held, pages = rooms, getattr(self.keys, PAGES)
         else:
             held, pages = [self.keys, self.values], {}
         forms = [[(x.shape[:2], x.shape[3], x.dtype, x.device) for x in each] for each in (held, new)]
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*held, *new))
         return (None, {}) if forms[0] != forms[1] or recorded else (held, pages)
-
-    def _is_last(self, keys: Tensor, values: Tensor, rooms: list[Tensor], versions: list[int]) -> bool:
-        # A copy of this layer may share the rooms, and what it adds there shows in the versions.
-        same = keys is self.keys and values is self.values
-        return same and [room._version for room in rooms] == versions
 
 
 def make_room(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

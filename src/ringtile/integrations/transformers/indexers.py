@@ -14,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from ringtile.adaptive import index_loss, index_topk
 from ringtile.functional.chosen import interval_of
-from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier, is_streamed
+from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier
 from ringtile.patterns import Causal, Chosen, Pattern
 from ringtile.patterns.checks import check_positive
 from ringtile.patterns.facts import key_bounds
+from ringtile.patterns.traced import outside_graphs
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ class _Streamed(TorchFunctionMode):
             return args[2] >= 0
         if self.scores is not None and name == "ge" and args[0].shape == (1, 1, self.scores.shape[-1]):
             # The entries that have ended, by number.
-            kept = KeptPairs(_Before(args[1].squeeze(-1)), 0, None, 0)
+            kept = KeptPairs(_Before(args[1].squeeze(-1)))
             return carrier(kept, len(args[1]), args[1].shape[1], self.scores.shape[-1], self.scores.device)
         if self.scores is None and name == "matmul":
             self.query, self.key = args
@@ -140,10 +141,17 @@ class _Streamed(TorchFunctionMode):
                 self.scores = None
                 return SimpleNamespace(indices=self.query.new_empty(*self.query.shape[:2], 0, dtype=torch.int64))
             case "topk" if self.kept is not None:
-                kept, query, key = self.kept, self.query.transpose(1, 2), self.key.mT
-                how: dict[str, Any] = {"pattern": kept.pattern, "start": kept.start, "key_mask": kept.key_mask}
-                self.scores = None
-                self.found = index_topk(query, key, args[1], weights=self.weights, relu=self.relu, **how)
+                kept, self.scores = self.kept, None
+                self.found = index_topk(
+                    self.query.transpose(1, 2),
+                    self.key.mT,
+                    args[1],
+                    weights=self.weights,
+                    relu=self.relu,
+                    pattern=kept.pattern,
+                    start=kept.start,
+                    key_mask=kept.key_mask,
+                )
                 return SimpleNamespace(indices=self.found[:, 0].long())
         raise ValueError(
             f"indexer: expected the scores of DeepSeek-V3.2's, got {name}; use attn_implementation='eager'"
@@ -154,7 +162,7 @@ class _Streamed(TorchFunctionMode):
         return self.scores
 
 
-@torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _choose_tokens(indexer: nn.Module, *given: Any, **named: Any) -> Any:
     """Run an indexer of DeepSeek's kind."""
     if not any(isinstance(x, PatternMask) for x in (*given, *named.values())):
@@ -173,9 +181,13 @@ def _streamed(indexer: nn.Module, *given: Any, **named: Any) -> tuple[Any, _Stre
     named = {name: _detached(x) for name, x in named.items()}
     with torch.enable_grad(), _Streamed() as scored:
         result = getattr(own, "__wrapped__", own)(indexer, *given, **named)
-    query, weights = scored.query.transpose(1, 2), scored.weights * scored.factor
-    known = {"index_query": query, "index_key": scored.key.mT, "weights": weights, "relu": scored.relu}
-    learning.keep(**known, indices=scored.found)
+    learning.keep(
+        index_query=scored.query.transpose(1, 2),
+        index_key=scored.key.mT,
+        weights=scored.weights * scored.factor,
+        relu=scored.relu,
+        indices=scored.found,
+    )
     return result, scored
 
 
@@ -235,8 +247,9 @@ def index_losses(model: nn.Module, *, warm_up: bool = False, rows: int | None = 
         ...     out = model(torch.randint(9, (1, 50)))
         >>> sum(losses).backward()
     """
-    check_positive(**({} if rows is None else {"rows": rows}))
-    names = {name for name in _KINDS if name.endswith("Indexer")}
+    if rows is not None:
+        check_positive(rows=rows)
+    names = {name for name in INDEXERS if name.endswith("Indexer")}
     found = [module for module in model.modules() if type(module).__name__ in names]
     if not found or any("forward" not in module.__dict__ for module in found):
         raise ValueError(
@@ -272,12 +285,21 @@ def learned(
             # Padding after the tokens sees them. Before all keys it sees none, and counts 0.
             at = torch.arange(start, start + query.shape[2], device=query.device)
             start = torch.where(rule.key_mask[:, at], at, -1)
-        how = {"pattern": rule.pattern, "start": start, "key_mask": rule.key_mask, "scale": scale, "rows": drawn}
-        learning.losses.append(index_loss(**known, query=query, key=own, **how))
+        loss = index_loss(
+            **known,
+            query=query,
+            key=own,
+            pattern=rule.pattern,
+            start=start,
+            key_mask=rule.key_mask,
+            scale=scale,
+            rows=drawn,
+        )
+        learning.losses.append(loss)
     return None if learning.warm_up else chosen
 
 
-@torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _choose_blocks(
     indexer: Any, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
 ) -> Tensor:
@@ -295,22 +317,21 @@ def _choose_blocks(
     if past_key_values is not None:
         key = past_key_values.layers[indexer.layer_idx].update_index(key)
     n = min(indexer.topk_blocks, -(-key.shape[2] // indexer.block_size))
-    how = {"groups": query.shape[1], "block": indexer.block_size, "local": indexer.local_blocks}
-    # Positions count real tokens and keys count all, in transformers too.
-    found = index_topk(query, key, n, pattern=Causal(), start=position_ids, **how)
+    groups, block, local = query.shape[1], indexer.block_size, indexer.local_blocks
+    # Positions count real tokens and keys count all, as in transformers.
+    found = index_topk(query, key, n, pattern=Causal(), start=position_ids, groups=groups, block=block, local=local)
     if learning is not None:
         # It learns by key, with the factor of attention (arXiv:2606.13392).
         weights = query.new_full(query.shape[:3], indexer.head_dim**-0.5)
-        known = {"groups": how["groups"], "block": how["block"], "indices": found}
-        learning.keep(index_query=query, index_key=key, weights=weights, **known)
+        learning.keep(index_query=query, index_key=key, weights=weights, groups=groups, block=block, indices=found)
     return found
 
 
-@torch.compiler.disable(reason="an indexer's scores are computed in chunks outside graphs")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _choose_pools(indexer: Any, hidden_states: Tensor, **named: Any) -> Any:
     """Run the indexer of GLM-5.3-Flash. One query has few scores."""
     learning = _learning(indexer)
-    if (hidden_states.shape[1] == 1 and learning is None) or not is_streamed(indexer.config):
+    if hidden_states.shape[1] == 1 and learning is None:
         return type(indexer).forward(indexer, hidden_states, **named)
     found, scored = _streamed(indexer, hidden_states, **named)
     if learning is not None:
@@ -333,17 +354,17 @@ class _Unbiased(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.strip("_")
-        if name == "new_full":
-            (batch, *_, n_entries, _), size = args[0].shape, tuple(args[1])
-            if args[0].dim() == 4 and size == (batch, 1, self.n_queries, n_entries + 1):
-                self.mask = carrier(KeptPairs(Causal(), 0, None, 0), batch, self.n_queries, n_entries, args[0].device)
+        if name == "new_full" and args[0].dim() == 4:
+            batch, _, n_entries, _ = args[0].shape
+            if tuple(args[1]) == (batch, 1, self.n_queries, n_entries + 1):
+                self.mask = carrier(KeptPairs(Causal()), batch, self.n_queries, n_entries, args[0].device)
                 return self.mask
         if self.mask is None or args[0] is not self.mask:
             return func(*args, **(kwargs or {}))
         if name == "scatter" and args[1] == -1:
             n_entries = self.mask.shape[3]
             chosen = Chosen(torch.where(args[2] < n_entries, args[2], -1).int())
-            self.mask.kept = KeptPairs(chosen, 0, None, 0)  # type: ignore[attr-defined]
+            self.mask.kept = KeptPairs(chosen)  # type: ignore[attr-defined]
         if name in ("scatter", "getitem"):
             return self.mask
         return func(*args, **(kwargs or {}))
@@ -352,8 +373,6 @@ class _Unbiased(TorchFunctionMode):
 def _compress(compressor: Any, hidden_states: Tensor, residual: Tensor, position_ids: Tensor, *rest: Any) -> Any:
     """Compress by a compressor of DeepSeek-V4. Its mask has the chosen entries of each query."""
     own = partial(type(compressor).forward, compressor, hidden_states, residual)
-    if not is_streamed(compressor.rotary_emb.config):
-        return own(position_ids, *rest)
     if hasattr(compressor, "indexer"):
         with _Unbiased(hidden_states.shape[1]):
             return own(position_ids, *rest)
@@ -365,13 +384,11 @@ def _compress(compressor: Any, hidden_states: Tensor, residual: Tensor, position
     number = torch.arange(n_entries, dtype=torch.int32, device=entries.device)
     ended = (position_ids + 1) // compressor.compress_rate
     chosen = Chosen(torch.where(number < ended[:, None, :, None], number, -1))
-    return entries, carrier(KeptPairs(chosen, 0, None, 0), batch, n_queries, n_entries, entries.device)
+    return entries, carrier(KeptPairs(chosen), batch, n_queries, n_entries, entries.device)
 
 
 def _choose_entries(indexer: Any, *given: Any) -> Any:
     """Run the indexer of DeepSeek-V4."""
-    if not is_streamed(indexer.rotary_emb.config):
-        return type(indexer).forward(indexer, *given)
     found, scored = _streamed(indexer, *given)
     learning = _learning(indexer)
     if learning is None or scored.kept is None:
@@ -480,16 +497,13 @@ def _seen(kept: KeptPairs, batch: int, n_queries: int, n_keys: int) -> tuple[Ten
     return low, torch.minimum(high, inside[1]).maximum(low)
 
 
-@torch.compiler.disable(reason="graphs do not join the rules of masks")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _attend_outside_graphs(attention: nn.Module, *given: Any, **named: Any) -> Any:
     return type(attention).forward(attention, *given, **named)
 
 
 def _mask_of_pools(attention: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
     """Return the mask of the tokens that the indexer of GLM-5.3-Flash chose, from its attention module."""
-    if attention.config._attn_implementation in ("eager", "sdpa"):
-        mask: Tensor = type(attention).build_attention_mask_from_topk(attention, topk_indices, query_states, kv_length)
-        return mask
     batch, _, n_queries, _ = query_states.shape
     start, chosen, learning = kv_length - n_queries, Chosen(topk_indices.unsqueeze(1)), _learning(attention)
     kept = KeptPairs(chosen, start, None, start)
@@ -499,22 +513,16 @@ def _mask_of_pools(attention: Any, topk_indices: Tensor, query_states: Tensor, k
 
 
 _OF_TOKENS = "DeepseekV32 AXK2 GlmMoeDsa MistralLarge4Text HYV4 Dots3NoteText".split()
-_KINDS: dict[str, Any] = {f"{family}Indexer": _choose_tokens for family in _OF_TOKENS} | {
-    "MiniMaxM3VLIndexer": _choose_blocks,
-    "Glm5NextTextIndexer": _choose_pools,
-    "Qwen4ExpTextQSAIndexer": _choose_groups,
-    "DeepseekV4Indexer": _choose_entries,
-    "DeepseekV4CSACompressor": _compress,
-    "DeepseekV4HCACompressor": _compress,
-    **dict.fromkeys(("DeepseekV4Attention", "Qwen4ExpTextAttention"), _attend_outside_graphs),
+INDEXERS: dict[str, dict[str, Any]] = {
+    **{f"{family}Indexer": {"forward": _choose_tokens} for family in _OF_TOKENS},
+    "MiniMaxM3VLIndexer": {"forward": _choose_blocks},
+    "Glm5NextTextIndexer": {"forward": _choose_pools},
+    "Glm5NextTextAttention": {"build_attention_mask_from_topk": _mask_of_pools},
+    "Qwen4ExpTextQSAIndexer": {"forward": _choose_groups},
+    "Qwen4ExpTextAttention": {"forward": _attend_outside_graphs},
+    "DeepseekV4Indexer": {"forward": _choose_entries},
+    "DeepseekV4CSACompressor": {"forward": _compress},
+    "DeepseekV4HCACompressor": {"forward": _compress},
+    "DeepseekV4Attention": {"forward": _attend_outside_graphs},
 }
-
-
-def stream_indexers(model: nn.Module) -> None:
-    """Have the indexers of a model choose in chunks, in place. They keep their weights and their caches."""
-    for module in model.modules():
-        # A partial function is copied and pickled with its module, which a method that is no member is not.
-        if (choose := _KINDS.get(type(module).__name__)) is not None:
-            module.__dict__["forward"] = partial(choose, module)
-        if hasattr(module, "build_attention_mask_from_topk"):
-            module.__dict__["build_attention_mask_from_topk"] = partial(_mask_of_pools, module)
+"""The methods that have indexers choose in chunks. The modules keep their weights and their caches."""

@@ -20,6 +20,7 @@ from ringtile.patterns.base import And
 from ringtile.patterns.checks import LARGEST
 from ringtile.patterns.facts import keeps_self, moves_along, sees_no_future
 from ringtile.patterns.mask import read_once
+from ringtile.patterns.traced import constant
 
 MaskFunction = Callable[..., Any]
 
@@ -32,11 +33,11 @@ class KeptPairs(NamedTuple):
 
     pattern: Pattern
     """The rule. Key 0 of the call is at position 0."""
-    start: int
+    start: int = 0
     """Position of query 0 in the rule."""
-    key_mask: Tensor | None
+    key_mask: Tensor | None = None
     """``[B, Nk]`` bool, True for keys to attend to, or ``[B, 1 or H, Nk]`` for a single query."""
-    offset: int | Tensor
+    offset: int | Tensor = 0
     """Position of query 0 minus that of key 0 in the sequence. It can differ from ``start`` if a mask was given."""
     first: int = 0
     """Position of key 0 in the sequence: a sliding cache has dropped the keys before it."""
@@ -86,17 +87,22 @@ class PatternMask(Tensor):
             of_all_heads.kept = args[0].kept
             return of_all_heads
         if name == "__invert__" and args[0].dim() == 3:
-            # It has the scores of all pairs, too. `use_ringtile` replaces both.
-            return ~_evaluated(args[0])
+            # It also has the scores of all pairs. `use_ringtile` replaces both.
+            mask, kept = args[0], args[0].kept
+            keep = pairs(kept.pattern, kept.start, mask.shape[1], mask.shape[2], mask.device)[:, 0]
+            return ~keep if kept.key_mask is None else ~(keep & kept.key_mask[:, None])
         if name == "__set__" and args[1] is False:
             # Checkpoints that recompute a layer set requires_grad.
             return None
-        if name == "to" and (device := _moved_to(*args, **kwargs)) is not None:
+        if name == "to":
             mask, kept = args[0], args[0].kept
-            if device == mask.device:
+            with torch._C.DisableTorchFunctionSubclass():
+                like = torch.empty(0, dtype=torch.bool, device=mask.device).to(*args[1:], **kwargs)
+            if like.dtype == torch.bool and like.device == mask.device:
                 return mask
-            moved = {part: x.to(device) for part, x in kept._asdict().items() if isinstance(x, Tensor)}
-            return carrier(kept._replace(**moved), mask.shape[0], mask.shape[2], mask.shape[3], device)
+            if like.dtype == torch.bool:
+                moved = {part: x.to(like.device) for part, x in kept._asdict().items() if isinstance(x, Tensor)}
+                return carrier(kept._replace(**moved), mask.shape[0], mask.shape[2], mask.shape[3], like.device)
         about = name in _ABOUT or name.startswith("is_") or (name.startswith("_") and not name.startswith("__"))
         # An attribute is read by the getter of its descriptor, whose name is always "__get__".
         if name == "__get__":
@@ -113,19 +119,6 @@ _VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 """Attributes that are tensors with its values."""
 _ABOUT = {*"size dim stride storage_offset untyped_storage numel element_size __len__ __hash__".split()}
 """Methods that return facts about a tensor, and not its values."""
-
-
-def _moved_to(mask: Tensor, *targets: Any, **options: Any) -> torch.device | None:
-    """Return the device of ``mask.to(...)``, or None if its dtype changes, too."""
-    device = mask.device
-    for target in (*targets, options.get("device"), options.get("dtype")):
-        if isinstance(target, str | torch.device):
-            device = torch.device(target)
-        elif isinstance(target, torch.dtype | Tensor):
-            if (target.dtype if isinstance(target, Tensor) else target) != torch.bool:
-                return None
-            device = target.device if isinstance(target, Tensor) else device
-    return device
 
 
 def _cut(mask: PatternMask, index: Any) -> Tensor | None:
@@ -190,13 +183,6 @@ def _is_row_of_heads(mask: PatternMask, index: Any) -> bool:
     """Return True for ``mask[:, 0]`` of a mask with four dimensions, whatever whole slices follow."""
     whole = isinstance(index, tuple) and all(each == slice(None) for each in (*index[:1], *index[2:]))
     return whole and mask.dim() == 4 and type(index[1]) is int and index[1] == 0
-
-
-def _evaluated(mask: PatternMask) -> Tensor:
-    """Return the pairs of a mask of all heads as bool ``[B or 1, Nq, Nk]``."""
-    kept = mask.kept
-    found = pairs(kept.pattern, kept.start, mask.shape[1], mask.shape[2], mask.device)[:, 0]
-    return found if kept.key_mask is None else found & kept.key_mask[:, None]
 
 
 def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: torch.device | str) -> Tensor:
@@ -335,7 +321,7 @@ def _chunks(size: int, left_padding: Tensor, first: int, n_keys: int) -> Pattern
     return Documents(ids=(position - left_padding[:, None]) // size)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _constant_rule(function: MaskFunction, first: int) -> Pattern:
     """Read a rule while a graph is traced, in which closures cannot be read."""
     rule = read_rule(function, first, None)
@@ -423,10 +409,17 @@ def _pattern_mask(
     start, ids = 0, None if tracing else packed_ids(mask_function)
     documents = None if ids is None else _documents(ids[:, kv_offset : kv_offset + kv_length])
     if rule is None:
-        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-        offsets = {"q_offset": q_offset, "kv_offset": kv_offset, "allow_is_causal_skip": False}
-        how: dict[str, Any] = sizes | offsets | {"use_vmap": use_vmap, "device": device}
-        found = masking_utils.sdpa_mask(mask_function=mask_function, **how)
+        found = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
         rule, start = from_mask(found), kv_length - q_length
     elif q_length == 1 and (isinstance(offset, Tensor) or rule.text is None):
         # One query has a mask of keys, and needs no index.

@@ -15,6 +15,7 @@ from torch import Tensor
 from ringtile.integrations.transformers.attention import KEPT, ROWS
 from ringtile.integrations.transformers.masks import CHOSEN
 from ringtile.patterns import Dense, Documents
+from ringtile.patterns.traced import outside_graphs
 
 _ROBERTA = {"camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
 """Models that count the positions of tokens other than padding, from one after the number of the padding token."""
@@ -60,7 +61,7 @@ class _Packed:
         return output
 
 
-@torch.compiler.disable(reason="the lengths of packed rows are read outside graphs")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _pack(base: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
     """Return arguments with the real tokens of all rows in one, and which tokens are real: None without padding."""
     name = "input_ids" if "input_ids" in given else "inputs_embeds"
@@ -104,7 +105,7 @@ def _check(given: dict[str, Any], batch: int, n_tokens: int) -> None:
             raise ValueError(f"{name}: expected {what} to pack rows, got {type(x).__name__} {shape}")
 
 
-@torch.compiler.disable(reason="padding is put in outside graphs")  # type: ignore[untyped-decorator]
+@outside_graphs
 def _unpack(base: Any, real: Tensor, output: Any) -> None:
     """Put the outputs of a packed row into padded rows, in place."""
 

@@ -23,6 +23,7 @@ from ringtile.distributed.transports import group_of
 from ringtile.integrations.transformers.attention import (
     GivenPattern,
     check_arguments,
+    from_first,
     pattern_of_layer,
     read_pattern,
     softmax_of,
@@ -36,11 +37,9 @@ from ringtile.integrations.transformers.masks import (
     read_rule,
 )
 from ringtile.integrations.transformers.registry import register_pair, switch
-from ringtile.patterns import Documents, Pattern, Segments, per_document
+from ringtile.patterns import Documents, Pattern, Segments
 from ringtile.patterns.base import And
 from ringtile.patterns.content import digest_of
-from ringtile.patterns.documents import counted_from
-from ringtile.patterns.facts import moves_along
 
 NAME = "ringtile_cp"
 
@@ -86,18 +85,13 @@ class BatchFacts:
         """Return the kept pairs of a layer, from its own rule and the pattern that makes it sparse."""
         found = self._patterns.get((rule, of_layer))
         if found is None:
-            found = self._from_first(rule) if self.documents is None else self._in_documents(rule) & self.documents
+            found = self._in_documents(rule)
+            if self.documents is not None:
+                found = found & self.documents
             if of_layer is not None:
-                found = found & self._from_first(of_layer, self.documents)
+                found = found & from_first(of_layer, self.leading, self.layout.n_tokens, self.documents)
             self._patterns[rule, of_layer] = found
         return found
-
-    def _from_first(self, pattern: Pattern, documents: Documents | None = None) -> Pattern:
-        """Count positions from the first real token of each batch element, or of each document."""
-        if (documents is None and not any(self.leading)) or moves_along(pattern):
-            return pattern
-        leading = self.leading if len(set(self.leading)) > 1 else self.leading[:1]
-        return per_document(pattern, counted_from(leading, self.layout.n_tokens, documents))
 
     def _in_documents(self, rule: Pattern) -> Pattern:
         """Count the positions of chunks from the begin of each document, if transformers does."""
@@ -108,20 +102,7 @@ class BatchFacts:
             begins = _begins(self.positions)
             begins[:, 1:] |= chunk[:, 1:] != chunk[:, :-1]
             return Documents(ids=begins.cumsum(1))
-        return self._from_first(rule)
-
-
-def _padding(
-    real: Tensor | None, mine: Callable[[Tensor], Tensor], device: torch.device
-) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    """Return ``key_mask``, ``key_lengths`` and ``leading`` of `BatchFacts`, from bool ``[B, N]``, None if all count."""
-    if real is None:
-        return None, None, (0,)
-    # Rows of (0, 1, 1) and (1, 1, 1) have ``leading`` (1, 0) and need a mask. Lengths cost an exchange nothing.
-    leading, counts = tuple(real.int().argmax(1).tolist()), real.sum(1)
-    if torch.equal(real, torch.arange(real.shape[1], device=real.device) < counts[:, None]):
-        return None, counts.to(device), leading
-    return mine(real).to(device), None, leading
+        return from_first(rule, self.leading, self.layout.n_tokens)
 
 
 class _Probe(Exception):
@@ -161,7 +142,7 @@ def shard_mask(
             "attention mask: expected causal, sliding, chunked or bidirectional rules in context parallelism, got one "
             f"that a shard cannot tell ({mask_function.__qualname__})"
         )
-    kept = KeptPairs(rule, 0, None, 0, is_packed=packed_ids(mask_function) is not None)
+    kept = KeptPairs(rule, is_packed=packed_ids(mask_function) is not None)
     return carrier(kept, batch_size, q_length, kv_length, device)
 
 
@@ -197,9 +178,17 @@ def attend_shard(
     # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
     pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
     cp.record(kept.pattern, pattern, layout, query, key, value)
-    padding = {"key_mask": cp_batch.key_mask, "key_lengths": cp_batch.key_lengths}
-    softmax: dict[str, Any] = softmax_of(query, key, options) | padding
-    out = ring_attention(query, key, value, pattern, layout=layout, group=cp.group, **softmax)
+    out = ring_attention(
+        query,
+        key,
+        value,
+        pattern,
+        layout=layout,
+        group=cp.group,
+        key_mask=cp_batch.key_mask,
+        key_lengths=cp_batch.key_lengths,
+        **softmax_of(query, key, options),
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -287,13 +276,16 @@ class ContextParallel:
         documents = self._documents_of(batch, positions)
         padding = batch.get("attention_mask")
         real = None if padding is None or bool((padding != 0).all()) else padding != 0
-        facts = BatchFacts(
-            self,
-            layout,
-            documents,
-            positions.cpu() if documents is not None and chunks_begin_at_documents() else None,
-            *_padding(real, mine, next(self.model.parameters()).device),
-        )
+        key_mask, key_lengths, leading, device = None, None, (0,), next(self.model.parameters()).device
+        if real is not None:
+            # Rows of (0, 1, 1) and (1, 1, 1) have ``leading`` (1, 0) and need a mask. Lengths cost an exchange nothing.
+            leading, counts = tuple(real.int().argmax(1).tolist()), real.sum(1)
+            if torch.equal(real, torch.arange(n_tokens, device=real.device) < counts[:, None]):
+                key_lengths = counts.to(device)
+            else:
+                key_mask = mine(real).to(device)
+        of_chunks = positions.cpu() if documents is not None and chunks_begin_at_documents() else None
+        facts = BatchFacts(self, layout, documents, of_chunks, key_mask, key_lengths, leading)
         found: dict[str, Any] = {name: mine(batch[name]) for name in _PER_TOKEN if batch.get(name) is not None}
         found |= {"position_ids": mine(positions), "cp_batch": facts}
         if hasattr(self.model.config.get_text_config(), "use_cache"):

@@ -21,13 +21,12 @@ from ringtile.integrations.transformers.attention import (
     LayerDecode,
     LayerPattern,
     attend as attend_layer,
-    check_attend,
-    check_decode,
+    check_layers,
     read_pattern,
 )
 from ringtile.integrations.transformers.biases import is_replaced, replace_biases
-from ringtile.integrations.transformers.by_hand import CONVERTED, convert
-from ringtile.integrations.transformers.indexers import stream_indexers
+from ringtile.integrations.transformers.by_hand import CONVERTED, convert, replace_methods
+from ringtile.integrations.transformers.indexers import INDEXERS
 from ringtile.integrations.transformers.masks import CHOSEN, is_streamed, pattern_mask
 from ringtile.integrations.transformers.packing import pack_rows
 
@@ -92,7 +91,7 @@ def register(name: str = "ringtile", pattern: GivenPattern = None, attend: Layer
         hint = f"; for a pattern, write register(pattern={name!r})" if "(" in taken else ""
         raise ValueError(f"name: expected one without {', '.join(map(repr, taken))}, got {name!r}{hint}")
     pattern = read_pattern(pattern)
-    check_attend(attend)
+    check_layers("attend", attend)
     register_pair(name, partial(attend_layer, pattern, by=attend), pattern_mask)
 
 
@@ -200,13 +199,9 @@ def use_ringtile(
         got = f"{type(model).__name__}; pass the {' or '.join(inside)} in it" if inside else repr(model)
         raise ValueError(f"model: expected a model of transformers, got {got}")
     kind = model.config.model_type
-    check_attend(attend)
-    check_decode(decode)
-    for name, what, each in (("attend", "function", attend), ("decode", "choice", decode)):
-        if isinstance(each, Sequence | nn.ModuleList):
-            layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-            if len(each) != layers:
-                raise ValueError(f"{name}: expected one {what} per layer for {layers} layers, got {len(each)}")
+    n_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    check_layers("attend", attend, n_layers)
+    check_layers("decode", decode, n_layers)
     if is_stateful(attend):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)
@@ -227,7 +222,7 @@ def use_ringtile(
     chosen = _Chosen(pattern, attend, decode, pack)
     for module in model.modules():
         setattr(module, KEPT, chosen)
-    stream_indexers(model)
+    replace_methods(model, INDEXERS)
     replace_biases(model)
     if decode is not None:
         from ringtile.integrations.transformers.decode import make_room
@@ -257,20 +252,15 @@ def _attend_chosen(
     chosen: _Chosen = getattr(module, KEPT)
     if chosen.pack and options.get(ROWS) is None:
         raise ValueError(f"pack: expected a call of the whole model, got one of {type(module).__name__} without rows")
-    how = {"by": chosen.attend, "decode": chosen.decode, **options}
-    return attend_layer(chosen.pattern, module, query, key, value, attention_mask, **how)
+    given = module, query, key, value, attention_mask
+    return attend_layer(chosen.pattern, *given, by=chosen.attend, decode=chosen.decode, **options)
 
 
 def switch(model: Any, name: str) -> Callable[[], None]:
     """Switch all parts of a model to an attention implementation. Return a function that switches back."""
     # transformers switches the parts that it can and keeps quiet about the others.
     parts = parts_of(model)
-    before = [part.config._attn_implementation for part in parts]
-
-    def switch_back() -> None:
-        for part, was in zip(parts, before, strict=True):
-            part.config._attn_implementation_internal = was
-
+    switch_back = switch_back_of(parts)
     for part in parts:
         if name == CHOSEN and is_replaced(type(part)):
             part.config._attn_implementation_internal = name
@@ -286,6 +276,17 @@ def switch(model: Any, name: str) -> Callable[[], None]:
             f"model: expected parts that use transformers' attention interface, got {', '.join(sorted(stayed))}, whose "
             "attention is written by hand or has a bias of all pairs"
         )
+    return switch_back
+
+
+def switch_back_of(parts: Sequence[Any]) -> Callable[[], None]:
+    """Return a function that switches model parts back to the implementations that they have now."""
+    before = [part.config._attn_implementation for part in parts]
+
+    def switch_back() -> None:
+        for part, was in zip(parts, before, strict=True):
+            part.config._attn_implementation_internal = was
+
     return switch_back
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers.attention import KEPT, check_arguments, pattern_of_layer, softmax_of
-from ringtile.integrations.transformers.registry import parts_of, register_pair
+from ringtile.integrations.transformers.registry import parts_of, register_pair, switch_back_of
 from ringtile.integrations.transformers.rounded_pages import Rounding, register_roundings, restored, rounded
 from ringtile.patterns import Causal, Window
 from ringtile.patterns.facts import moves_along
@@ -92,15 +92,14 @@ def continuous_batching(model: Model, *, cache: Rounding | None = None) -> Itera
     if cache is not None:
         register_roundings(_ROUNDINGS)
     parts = parts_of(model)
-    before = [part.config._attn_implementation for part in parts]
+    switch_back = switch_back_of(parts)
     try:
         # Not by set_attn_implementation, which would load FlashAttention for such a name.
         for part in parts:
             part.config._attn_implementation_internal = name
         yield model
     finally:
-        for part, was in zip(parts, before, strict=True):
-            part.config._attn_implementation_internal = was
+        switch_back()
 
 
 def _attend_paged(

@@ -16,8 +16,8 @@ from itertools import product
 from typing import Any
 
 import torch
+from csr_peer import TorchSparse
 from torch import Tensor
-from torch_sparse import TorchSparse
 
 from ringtile.patterns import Blocks, Causal, Pattern
 from ringtile.tools import bench

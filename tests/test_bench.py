@@ -22,8 +22,8 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import suites
+from csr_peer import TorchSparse
 from suites import CLAIMED, PEERS, SUITES, random_tiles, suite
-from torch_sparse import TorchSparse
 
 from ringtile import cli
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose

@@ -1,9 +1,10 @@
 """Functions that Dynamo does not trace."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo import eval_frame
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -27,5 +28,8 @@ def outside_graphs(function: _F) -> _F:
     `torch.compiler.disable` does this too, but loads Dynamo first.
     """
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    # Private names of PyTorch: without them, only compiled calls that read values fail.
+    with suppress(AttributeError):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function

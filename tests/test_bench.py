@@ -22,8 +22,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import suites
-from csr_peer import TorchSparse
-from suites import CLAIMED, PEERS, SUITES, random_tiles, suite
+from suites import CLAIMED, PEERS, SUITES, TorchSparse, random_tiles, suite
 
 from ringtile import cli
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose

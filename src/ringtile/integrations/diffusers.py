@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ringtile.functional import sparse_attention
-from ringtile.patterns import Pattern, as_rule, from_mask
+from ringtile.patterns import Pattern, from_mask
+from ringtile.patterns.grammar import as_rule
 
 _DROPPED = -10_000.0
 """What diffusers' models add to the scores of masked keys. It makes their weights 0 in every dtype."""

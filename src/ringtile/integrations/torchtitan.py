@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ringtile.functional import sparse_attention
-from ringtile.patterns import Documents, Pattern, as_rule
+from ringtile.patterns import Documents, Pattern
+from ringtile.patterns.grammar import as_rule
 
 
 def documents_of(positions: Tensor) -> Documents:

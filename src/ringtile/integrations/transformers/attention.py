@@ -13,9 +13,10 @@ from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
 from ringtile.integrations.transformers.indexers import learned
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
-from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, as_rule, from_mask, per_document
+from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, from_mask, per_document
 from ringtile.patterns.documents import counted_from
 from ringtile.patterns.facts import moves_along, sees_no_future
+from ringtile.patterns.grammar import as_rule
 from ringtile.patterns.traced import constant, outside_graphs
 
 LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Any], None]  # noqa: UP007
@@ -102,12 +103,15 @@ _OF_LAYERS = {"attend": ("function", "a function of query, key and value"), "dec
 """The arguments that one value for all layers, or one or None per layer, can have, and their kinds of values."""
 
 
-def check_layers(name: str, given: Any, n_layers: int | None = None) -> None:
+def check_layers(name: str, given: Any, model: Any = None) -> None:
     """Raise ValueError if ``attend`` or ``decode`` has another type or number, or if a choice has no steps."""
     kind, wanted = _OF_LAYERS[name]
     several = isinstance(given, Sequence | nn.ModuleList)
-    if several and n_layers not in (None, len(given)):
-        raise ValueError(f"{name}: expected one {kind} per layer for {n_layers} layers, got {len(given)}")
+    if several and model is not None:
+        # Some models have several texts, and so no number.
+        n_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+        if len(given) != n_layers:
+            raise ValueError(f"{name}: expected one {kind} per layer for {n_layers} layers, got {len(given)}")
     for one in given if several else (given,):
         if one is not None and not (callable(one) if name == "attend" else isinstance(one, Choice)):
             raise ValueError(f"{name}: expected {wanted}, or one or None per layer, got {one!r}")

@@ -199,9 +199,8 @@ def use_ringtile(
         got = f"{type(model).__name__}; pass the {' or '.join(inside)} in it" if inside else repr(model)
         raise ValueError(f"model: expected a model of transformers, got {got}")
     kind = model.config.model_type
-    n_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    check_layers("attend", attend, n_layers)
-    check_layers("decode", decode, n_layers)
+    check_layers("attend", attend, model)
+    check_layers("decode", decode, model)
     if is_stateful(attend):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)

@@ -35,7 +35,7 @@ NOT_PROMISED = {"ringtile.index": {"build_rows", "candidates", "needed"}}
 NOT_MADE_BY_USERS = {
     *("BlockIndex", "CPTrainer", "CacheInfo", "ControlReport", "ContextParallel", "HeadFacts", "LayerCache"),
     *("Pattern", "PatternMetrics", "PlanMismatch", "QualityReport", "RankLost", "RingPlan", "Solution", "TileGrid"),
-    *("DistributedSparsePattern", "GradientCompression", "View"),
+    *("DistributedSparsePattern", "GradientCompression", "PatternType", "View"),
 }
 """Classes whose objects ringtile makes, and the one that you derive from: their names are promised, no constructor."""
 MEMBERS = {

@@ -41,6 +41,7 @@ from ringtile.patterns import (
     streaming,
 )
 from ringtile.patterns.facts import Reach, pattern_reach
+from ringtile.patterns.wrapped import PerDocument
 
 GLOBAL = Causal() & (Window(20) | GlobalTokens(5))
 ROLLING: dict[str, Pattern] = {
@@ -155,7 +156,7 @@ def test_random_patterns_in_random_chunks(data: st.DataObject) -> None:
 
 
 def serves_any_length(pattern: Pattern) -> bool:
-    return not isinstance(pattern, Blocks | Documents)
+    return not isinstance(pattern, Blocks | Documents | PerDocument)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -756,11 +756,9 @@ def test_a_traced_graph_needs_the_hint() -> None:
     module, _ = modules("batch first", pattern=LOCAL)
     x = torch.randn(1, 20, E, dtype=torch.float64)
     mask = nn.Transformer.generate_square_subsequent_mask(20, dtype=torch.float64)
-    with pytest.raises(Exception, match="a traced graph cannot look at its values"):
+    with pytest.raises(Exception, match="a traced graph cannot look at values"):
         torch.compile(module, fullgraph=True, backend="eager")(x, x, x, attn_mask=mask, need_weights=False)
-    with pytest.raises(
-        ValueError, match=r"attn_mask, .*cannot look at its values: expected .* got mask.shape=.*20, 20"
-    ):
+    with pytest.raises(ValueError, match=r"attn_mask, .*cannot look at values: expected .* got mask.shape=.*20, 20"):
         torch.export.export(module, (x, x, x), {"attn_mask": mask, "need_weights": False}, strict=False)
 
 

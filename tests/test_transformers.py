@@ -732,7 +732,7 @@ def test_a_big_bird_refuses_what_it_cannot_compute() -> None:
     model = hf.BigBirdModel(hf.BigBirdConfig(**BIG_BIRD))
     with pytest.raises(ValueError, match="pattern: big_bird has its own"):
         use_ringtile(model, Window(3))
-    with pytest.raises(ValueError, match="output_attentions: expected False for big_bird"):
+    with pytest.raises(ValueError, match="output_attentions: expected None in use_ringtile"):
         use_ringtile(model)(torch.randint(3, 97, (1, 400)), output_attentions=True)
     with pytest.raises(ValueError, match="hidden_states: expected a multiple of 16 tokens with masks"):
         model.encoder.layer[0].attention.self(torch.randn(1, 25, 64))

@@ -12,8 +12,9 @@ from torch import Tensor
 from ringtile.functional.attention import attend_scores, check_index, check_options, checked_tensors
 from ringtile.index import BlockIndex
 from ringtile.kernels.contracts import scale_of
-from ringtile.patterns import Pattern, as_rule
+from ringtile.patterns import Pattern
 from ringtile.patterns.checks import check_positive
+from ringtile.patterns.grammar import as_rule
 
 _SCORES = 1 << 22
 """Most scores that exist at once, in each of a few tensors."""

@@ -16,8 +16,9 @@ from ringtile.functional.attend import rules_of
 from ringtile.functional.attention import check_options, checked_tensors
 from ringtile.functional.cache import LayerCache
 from ringtile.kernels.contracts import scale_of
-from ringtile.patterns import Chosen, Pattern, as_rule
+from ringtile.patterns import Chosen, Pattern
 from ringtile.patterns.checks import check_positive
+from ringtile.patterns.grammar import as_rule
 
 _SCORES = 1 << 20
 """Most scores of measured queries at once: about ten tensors of them are alive."""

@@ -11,8 +11,9 @@ from ringtile.functional.tensors import check_plain, is_real
 from ringtile.kernels.contracts import in_bytes
 from ringtile.kernels.native import ranks
 from ringtile.kernels.native.library import reason_against
-from ringtile.patterns import Dense, Pattern, as_rule
+from ringtile.patterns import Dense, Pattern
 from ringtile.patterns.checks import check_positive
+from ringtile.patterns.grammar import as_rule
 
 _SPAN = 1 << 20
 """Most keys or blocks that are ranked at once."""

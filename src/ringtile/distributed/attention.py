@@ -28,10 +28,11 @@ from ringtile.functional.chosen import check_lists
 from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions
-from ringtile.patterns import Causal, Pattern, as_rule
+from ringtile.patterns import Causal, Pattern
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.chosen import split
 from ringtile.patterns.content import described
+from ringtile.patterns.grammar import as_rule
 from ringtile.patterns.traced import constant
 
 

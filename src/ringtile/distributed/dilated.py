@@ -22,7 +22,8 @@ from ringtile.functional.attention import Keywords, check_options, checked_tenso
 from ringtile.functional.dilated import Branch, checked_branches, numbered, over_positions, rules_of, warn_of_uncovered
 from ringtile.functional.parts import Part, Places, attend_parts
 from ringtile.kernels.contracts import Call, accumulator, merge_into
-from ringtile.patterns import Pattern, as_rule
+from ringtile.patterns import Pattern
+from ringtile.patterns.grammar import as_rule
 from ringtile.patterns.traced import constant
 from ringtile.patterns.wrapped import for_heads
 

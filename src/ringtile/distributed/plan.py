@@ -26,9 +26,10 @@ from ringtile.distributed.layout import (
 from ringtile.index import BlockIndex, build_index, build_rows, needed
 from ringtile.index.covers import MAX_BYTES
 from ringtile.index.tiles import pack_words
-from ringtile.patterns import Causal, Dense, Pattern, as_rule
+from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.blocks import reads_of
+from ringtile.patterns.grammar import as_rule
 
 Transport = Literal["exchange", "gather", "ring", "hierarchy", "ulysses"]
 TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy", "ulysses")

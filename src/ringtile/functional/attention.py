@@ -26,9 +26,10 @@ from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
 from ringtile.kernels.reference import Options as ReferenceOptions, attention_reference
 from ringtile.kernels.select import NAMES, is_logged, select, select_biased, select_lists
-from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid, as_rule
+from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid
 from ringtile.patterns.checks import check_number
 from ringtile.patterns.chosen import Split, split
+from ringtile.patterns.grammar import as_rule
 from ringtile.patterns.neighborhood import in_tiles, token_order
 from ringtile.patterns.traced import outside_graphs
 

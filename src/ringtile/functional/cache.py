@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.functional.attention import check_options, check_plain, sparse_attention
-from ringtile.patterns import Pattern, TileGrid, as_rule
+from ringtile.patterns import Pattern, TileGrid
 from ringtile.patterns.facts import pattern_reach
+from ringtile.patterns.grammar import as_rule
 
 _PIECE = 128
 """Queries that share one mask over the held keys. Longer chunks are cut, or computed with a block index."""

@@ -14,8 +14,9 @@ from ringtile.functional import attention
 from ringtile.functional.parts import Part, Parts, attend_parts
 from ringtile.functional.permute import Strided, pieces
 from ringtile.kernels.contracts import Call
-from ringtile.patterns import Causal, Dense, Pattern, Segments, as_rule, parse
+from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
 from ringtile.patterns.checks import checked_ints
+from ringtile.patterns.grammar import as_rule
 from ringtile.patterns.traced import constant
 from ringtile.patterns.wrapped import Compacted, InSegments, for_heads
 

@@ -20,9 +20,10 @@ from ringtile.index.covers import CANDIDATE_BYTES, MAX_BYTES, Budget, groups_of,
 from ringtile.index.lists import Entries
 from ringtile.index.schedule import is_capturing
 from ringtile.index.tiles import BLOCKS as BLOCKS, EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
-from ringtile.patterns import as_rule, base
+from ringtile.patterns import base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 from ringtile.patterns.blocks import reads_of
+from ringtile.patterns.grammar import as_rule
 from ringtile.patterns.traced import outside_graphs
 
 MAX_HEADS = 1 << 16

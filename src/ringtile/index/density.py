@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from ringtile.index.build import build_index
-from ringtile.patterns import Pattern, as_rule
+from ringtile.patterns import Pattern
+from ringtile.patterns.grammar import as_rule
 
 _TOLERANCE = 0.02
 _GOOD_ENOUGH = 0.005

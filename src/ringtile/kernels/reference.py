@@ -12,8 +12,9 @@ from ringtile.index.block_index import BlockIndex
 from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions, scale_of, settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
-from ringtile.patterns import Pattern, TileGrid, as_rule
+from ringtile.patterns import Pattern, TileGrid
 from ringtile.patterns.checks import check_number
+from ringtile.patterns.grammar import as_rule
 
 _CHUNK_PAIRS = 1 << 22
 """Pairs whose element rule is evaluated at once: rules create several int64 temporaries of this length."""

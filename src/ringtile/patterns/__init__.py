@@ -4,7 +4,7 @@ from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
 from ringtile.patterns.blocks import Blocks, Elements, SampledBlocks
 from ringtile.patterns.chosen import Chosen
 from ringtile.patterns.documents import Documents
-from ringtile.patterns.grammar import as_rule as as_rule, parse, per_document, per_head
+from ringtile.patterns.grammar import parse, per_document, per_head
 from ringtile.patterns.local import Causal, GlobalTokens, Segments, Strided, Window
 from ringtile.patterns.mask import from_mask
 from ringtile.patterns.neighborhood import Neighborhood

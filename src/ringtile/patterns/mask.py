@@ -192,7 +192,7 @@ def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
     Raises ValueError in a graph that `torch.export` makes.
     """
     if torch.compiler.is_compiling():
-        raise ValueError(f"mask: {REASON}, got {mask.shape=}")
+        raise ValueError(f"attn_mask, attention_mask: {REASON}, got {mask.shape=}")
     state = read, arguments, state_of(mask)
     reading = _readings.get(mask)
     if reading is None or reading[0] != state:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from ringtile.distributed.layout import LAYOUTS, Layout
 from ringtile.distributed.plan import TRANSPORTS, Transport
-from ringtile.patterns import Pattern, as_rule
+from ringtile.patterns import Pattern
+from ringtile.patterns.grammar import as_rule
 from ringtile.tools.predict.cost import Cost, estimate
 from ringtile.tools.predict.hardware import HARDWARE, Hardware, Sizes
 from ringtile.tools.predict.work import Tiles, survey

@@ -96,7 +96,7 @@ def _row_pieces(index: BlockIndex, most: int) -> list[_Piece]:
         # More rows meet more distances, each of which is computed for all of them.
         while end < index.n_rows and end - begin < most:
             first, last, end = min(first, low[end]), max(last, high[end]), end + 1
-        # A word of a key mask has the bits of 32 keys.
+        # A key mask word has the bits for 32 keys.
         first -= first % max(32 // block, 1)
         if first < last:
             place = (index.first_row + begin) * block - index.start

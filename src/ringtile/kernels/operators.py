@@ -139,7 +139,7 @@ _VMAP_MODE = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
 
 
 def _of_batches(op: Any) -> Any:
-    """Return an operator for the tensors of ``is_grads_batched=True``: those of an older vmap, at its level 1."""
+    """Return an operator for ``is_grads_batched=True``, whose tensors belong to an older vmap, at level 1."""
 
     def compute(*arguments: Any) -> Any:
         dims = tree_map(lambda x: 0 if is_batched(x) else None, arguments)

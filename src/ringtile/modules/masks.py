@@ -27,7 +27,7 @@ def _read(mask: Tensor, batch: int, heads: int) -> Pattern:
     with torch.no_grad():
         if mask.is_floating_point():
             kept = mask == 0
-            # A row of equal numbers without a 0 attends to all of its keys in PyTorch.
+            # In PyTorch, a row with equal numbers and no 0 attends to all its keys.
             low = max(-1e9, torch.finfo(mask.dtype).min / 2)
             dropped = (mask == -math.inf) | (mask <= low) & kept.any(-1, keepdim=True)
             if mask.requires_grad or not bool((kept | dropped).all()):

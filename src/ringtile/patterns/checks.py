@@ -44,7 +44,7 @@ def check_number(name: str, value: Any, wanted: str, least: float = -math.inf, b
 
 
 def as_tensor(owner: str, name: str, x: object) -> Tensor:
-    """Return a tensor that a pattern is made from, or that of a list or an array."""
+    """Return a tensor that a pattern is made from, made of numbers if it is a list or an array."""
     try:
         return x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=None, device="cpu")
     except (RuntimeError, TypeError, ValueError) as error:

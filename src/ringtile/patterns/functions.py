@@ -1,4 +1,4 @@
-"""Functions as rules: those of FlexAttention, and the data that functions read besides positions."""
+"""Functions as rules: FlexAttention rules, and the data that functions read besides positions."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,7 +92,7 @@ class Reads(TorchFunctionMode):
             args = args[1:]
         for x in tree_leaves((name, args, kwargs)):
             if not isinstance(x, Tensor):
-                # The text of an array leaves numbers out.
+                # An array's text leaves numbers out.
                 self.steps.append(object() if hasattr(x, "__array__") else repr(x))
             elif id(x) in self.made:
                 self.steps.append(object() if name in _TO_PYTHON else None)
@@ -105,7 +105,7 @@ class Reads(TorchFunctionMode):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Reads) or self.steps != other.steps:
             return False
-        # A new tensor can have the address of a dead one.
+        # A new tensor can have a dead tensor's address.
         return None not in [x() for x in (*self.refs, *other.refs)]
 
     def __hash__(self) -> int:

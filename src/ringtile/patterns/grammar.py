@@ -36,7 +36,7 @@ def as_rule(pattern: object, wanted: str = "a Pattern or its text") -> Pattern:
 
 
 def per_head(patterns: Sequence[Pattern | str]) -> Pattern:
-    """Give each head its own pattern, or that of a text.
+    """Give each head its own pattern, as a pattern or its text.
 
     >>> per_head(["dense", ~Dense()])
     per_head([dense, ~dense])

@@ -456,7 +456,7 @@ def _kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
     if mask.dtype != torch.bool:
         dropped = mask <= _DROPPED
         keep = ~dropped
-        # A number that all kept pairs of a row share changes no softmax.
+        # A number that all kept pairs in a row share changes no softmax.
         same = (mask == mask.amax(-1, keepdim=True)) & (mask < math.inf)
         if not mask.is_floating_point() or not bool((dropped | same).all()):
             raise ValueError(

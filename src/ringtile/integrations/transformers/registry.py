@@ -120,7 +120,7 @@ def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> Non
     from transformers import PreTrainedModel
 
     if implementation == CHOSEN and is_replaced(type(module)):
-        # Its config is that of a model of `use_ringtile`.
+        # It shares its config with a model that `use_ringtile` changed.
         if _refuse_new not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_refuse_new)
     elif isinstance(module, PreTrainedModel) and _is_by_hand(cast(Any, type(module))):

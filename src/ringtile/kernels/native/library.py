@@ -105,7 +105,7 @@ class CallStructure(ctypes.Structure):
         self.tensors += fields.values()
 
     def borrow(self, fields: dict[str, Tensor]) -> None:
-        """Point fields at tensors that live elsewhere. Raise ValueError if a dtype is not that of its field."""
+        """Point fields at tensors that live elsewhere. Raise ValueError if a dtype does not match its field."""
         elements, code = self.elements, self.dtype
         for name, x in fields.items():
             setattr(self, name, address(name, x, elements[name][code]))

@@ -318,8 +318,11 @@ def build_index(
     lengths = TileGrid(block, start, n_queries, n_keys)
     # A rule that is defined for all positions fills whole tiles. They serve all lengths that touch the same tiles.
     grid = lengths.whole if pattern.unbounded else lengths
-    with real_tensors():
-        reads = reads_of(pattern, device)
+    reads: Hashable = None
+    # A pattern with a text has no function that reads data.
+    if pattern.text is None:
+        with real_tensors():
+            reads = reads_of(pattern, device)
     key = (pattern, reads, grid, num_heads, batch, device)
     index = _cache.get(key, lengths, is_capturing(device))
     if index is None:

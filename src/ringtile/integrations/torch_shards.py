@@ -1,6 +1,6 @@
 """PyTorch's own context parallelism: its shards as a `Layout`, and a `Layout` as its load balancer.
 
-All that PyTorch keeps private is used here and nowhere else: its load balancers, 2.11 to 2.13.
+All that PyTorch keeps private is used here and nowhere else: its load balancers.
 """
 
 from typing import Any

@@ -40,6 +40,7 @@ quick: .venv/ready-dev .venv/ready-native
 docs: .venv/ready-dev
 	.venv/bin/python scripts/benchmark_page.py
 	.venv/bin/python scripts/promises.py
+	.venv/bin/python scripts/hand_written.py
 	.venv/bin/python -m mkdocs build --strict $(ARGS)
 
 mutants: .venv/ready-dev .venv/ready-native

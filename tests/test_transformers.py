@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ringtile import sparse_attention
 from ringtile.index import cache_info
-from ringtile.integrations.transformers import by_hand, register, use_ringtile
+from ringtile.integrations.transformers import biases, by_hand, register, use_ringtile
 from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import PatternMask, pairs
 from ringtile.integrations.transformers.registry import OLDEST
@@ -1053,7 +1053,23 @@ def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_oldest_version_is_told_once() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["transformers"] == [f"transformers>={'.'.join(map(str, OLDEST))},<6"]
-    assert f"transformers {'.'.join(map(str, OLDEST))} to 5.23" in PAGE
+    assert f"transformers {'.'.join(map(str, OLDEST))} " in PAGE
+
+
+def test_the_page_lists_the_models_that_are_written_by_hand() -> None:
+    section = re.search(r"^### .* transformers (\S+)\n(.*?)^#", PAGE, re.M | re.S)
+    assert section is not None
+    if hf.__version__.rpartition(".")[0] != section[1]:
+        pytest.skip(f"the page is of transformers {section[1]}")
+    own = set()
+    for file in Path(hf.__file__).parent.glob("models/*/modeling_*.py"):
+        text = file.read_text(encoding="utf-8")
+        has_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\)", text, re.M)
+        if (has_attention and "ALL_ATTENTION_FUNCTIONS" not in text) or "_CLASSES[config._attn_impl" in text:
+            own.add(file.parent.name)
+    listed = set(re.findall(r"`(\w+)`", section[2])) - {"use_ringtile"}
+    assert len(listed) > 50
+    assert listed == own - set(by_hand.CONVERTED) - biases._BY_HAND
 
 
 def test_the_page_lists_the_models_that_are_tested() -> None:

@@ -20,6 +20,8 @@ import stable_names
 import wheels
 from environment import CONSTRAINTS, ROOT, run
 
+from ringtile.integrations.tested import TESTED
+
 TOOLS = ("twine", "readme-renderer[md]", "packaging")
 USE = """
 import sys, torch, ringtile
@@ -44,6 +46,15 @@ def problems(version: str, changelog: str, citation: str) -> list[str]:
     if f"version: {version}\n" not in citation:
         found.append(f"CITATION.cff: expected version: {version}")
     return found
+
+
+def untested(classifiers: list[str]) -> list[str]:
+    """Return the Pythons of the classifiers with which no run of all tests passed."""
+    return [
+        name
+        for name in re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.M)
+        if name not in TESTED["python"]
+    ]
 
 
 def torch_alone() -> set[str]:
@@ -76,11 +87,16 @@ def use_alone(*wheel: object) -> None:
 
 
 def main() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = project["version"]
     texts = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
     wrong = problems(version, *texts)
     if stable_names.LIST.read_text(encoding="utf-8") != stable_names.text(stable_names.found()):
         wrong.append("docs/reference/stable-names.txt: run python scripts/stable_names.py")
+    if pythons := untested(project["classifiers"]):
+        wrong.append(
+            f"benchmarks/records/tested.json: no run passed with Python {', '.join(pythons)}: run scripts/matrix.py"
+        )
     if wrong:
         raise SystemExit("\n".join(wrong))
     wheels.main()

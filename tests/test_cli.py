@@ -18,6 +18,7 @@ import torch
 
 import ringtile
 from ringtile import cli
+from ringtile.integrations.tested import TESTED
 from ringtile.kernels.native.library import reason_against
 from ringtile.tools import doctor
 
@@ -113,10 +114,36 @@ def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str], monkeypa
             assert re.search(rf"^{name} +{re.escape(fact)}$", text, re.M), text
 
 
+def test_doctor_names_what_is_newer_than_tested(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = {
+        "python": ("3.11", "3.12"),
+        "torch": ("2.9.1", "2.10.0"),
+        "triton": ("3.8.0",),
+        "transformers": ("5.24.0",),
+    }
+    monkeypatch.setattr(doctor, "TESTED", tested)
+    newer = {"python": "3.13.0", "torch": "2.11.0a0+cpu", "triton": "3.8.1", "transformers": "5.25.0"}
+    same = {"python": "3.12.9", "torch": "2.10.0+cpu", "triton": None, "transformers": "5.9.0"}
+    for installed in (newer, same):
+        monkeypatch.setattr(doctor, "versions", lambda installed=installed: {"ringtile": "1"} | installed)
+        assert cli.main(["doctor"]) == 0
+        text = capsys.readouterr().out
+        for name, versions in tested.items():
+            told = installed[name] or "not installed"
+            if installed is newer:
+                told += f", newer than tested ({versions[-1]})"
+            assert re.search(rf"^{name} +{re.escape(told)}$", text, re.M), text
+        assert re.search(r"^tested with +python 3\.11, 3\.12\n +torch 2\.9\.1, 2\.10\.0\n", text, re.M), text
+
+
 def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["versions"]["torch"] == torch.__version__
+    assert facts["tested"] == {name: list(versions) for name, versions in TESTED.items()}
+    assert set(facts["newer_than_tested"]) <= set(TESTED) <= set(facts["versions"])
     assert facts["backends"]["blockwise"] == []
     assert facts["index_cache"]["limit"] > 0
 

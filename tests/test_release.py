@@ -13,11 +13,15 @@ import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from ringtile.integrations.tested import TESTED
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 @cache
@@ -168,11 +172,82 @@ def test_metadata_is_read_without_a_compiler(tmp_path: Path) -> None:
     assert not (tmp_path / "called").exists(), (tmp_path / "called").read_text()
 
 
-def test_the_classifiers_are_the_versions_that_the_tests_run_on() -> None:
+def test_every_text_names_the_pythons_that_the_tests_run_on() -> None:
     told = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.M)
-    tested = re.findall(r'python: "(3\.\d+)"', (ROOT / ".github/workflows/tests.yml").read_text())
     assert told[0] == PROJECT["requires-python"].removeprefix(">=")
-    assert set(told) <= set(tested)
+    suite, _, newest = (ROOT / ".github/workflows/tests.yml").read_text().partition("  newest:\n")
+    assert set(re.findall(r'python: "(3\.\d+)"', suite)) == set(told)
+    assert {python for python, _, _ in script("scripts/matrix.py").RUNS} == set(told)
+    assert set(TESTED["python"]) <= set(told)
+    named = re.compile(r"(?<![\d.])3\.1\d(?!\.?\d)")
+    assert set(named.findall((ROOT / "README.md").read_text(encoding="utf-8"))) == set(told)
+    for page in ("getting-started.md", "who-should-not.md"):
+        assert set(named.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))) == {told[0]}
+    # What no page promises may fail.
+    job = newest.partition("\n\n")[0]
+    assert "continue-on-error: true" in job
+    assert re.findall(r'"(3[\d.t]+)"', job) == [told[-1], "3.14", "3.14t"]
+    assert "--torch newest --transformers newest" in job
+    assert script("scripts/release.py").untested([f"Python :: {name}" for name in (*TESTED["python"], "3.99")]) == [
+        "3.99"
+    ]
+
+
+def test_the_runs_have_the_ends_of_what_is_installed() -> None:
+    matrix = script("scripts/matrix.py")
+    pins = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M))
+    assert matrix.PINNED == ("3.11", pins["torch"], pins["transformers"])
+    oldest = [re.search(r">=([\d.]+)", text) for text in (PROJECT["dependencies"][0], *EXTRAS["transformers"])]
+    _, *columns = zip(*matrix.RUNS, strict=True)
+    for column, lowest in zip(columns, oldest, strict=True):
+        assert lowest is not None
+        assert min(column, key=matrix.numbers) == lowest[1]
+
+
+def test_what_was_tested_is_told_alike() -> None:
+    matrix = script("scripts/matrix.py")
+    entries = json.loads(matrix.RECORD.read_text(encoding="utf-8"))
+    assert matrix.package(entries) == matrix.PACKAGE.read_text(encoding="utf-8"), "run python scripts/matrix.py"
+    assert matrix.page(entries) == matrix.PAGE.read_text(encoding="utf-8"), "run python scripts/matrix.py"
+
+
+def test_a_run_is_told_unless_it_failed() -> None:
+    matrix = script("scripts/matrix.py")
+    run = {"python": "3.11.7", "torch": "2.9.1+cpu", "triton": None, "transformers": "5.24.0", "date": "2026-11-28"}
+    run |= {"passed": 4321, "failed": 0, "skipped": 5, "commit": "abc"}
+    newer = run | {"torch": "2.14.0", "triton": "3.8.0"}
+    entries = matrix.added(matrix.added([], newer), run)
+    assert entries == [run, newer]
+    again = newer | {"python": "3.11.9", "failed": 1}
+    assert matrix.added(entries, again) == [run, again]
+    names: dict[str, Any] = {}
+    exec(matrix.package(entries), names)
+    tested = {"python": ("3.11",), "torch": ("2.9.1", "2.14.0"), "triton": ("3.8.0",), "transformers": ("5.24.0",)}
+    assert names["TESTED"] == tested
+    exec(matrix.package([run, again]), names)
+    assert names["TESTED"] == tested | {"torch": ("2.9.1",), "triton": ()}
+    assert "| 3.11 | 2.9.1 | - | 5.24.0 | 4,321 | 0 | 5 | 2026-11-28 |\n" in matrix.page([run, again])
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "counts"),
+    [
+        ("== 9 passed, 2 skipped, 3 deselected in 1.0s ==", 0, (9, 0, 2)),
+        ("== 1 failed, 8 passed, 4 errors in 1.0s ==", 1, (8, 5, 0)),
+        # An end without counts is no success.
+        ("no tests ran in 0.1s", 5, (0, 1, 0)),
+    ],
+)
+def test_a_run_counts_what_pytest_says(tmp_path: Path, said: str, status: int, counts: tuple[int, ...]) -> None:
+    python = tmp_path / "python"
+    versions = '{"python": "3.11.7", "torch": "2.9.1", "triton": null, "transformers": "5.24.0", "commit": "abc"}'
+    pytest_says = f"printf 'FAILED tests/test_x.py\\n{said}\\n'; exit {status}"
+    python.write_text(f"#!/bin/sh\ncase \"$1\" in -c) echo '{versions}';; *) {pytest_says};; esac\n")
+    python.chmod(0o755)
+    entry, told = script("scripts/matrix.py").tested(python, (), ())
+    assert (entry["passed"], entry["failed"], entry["skipped"]) == counts
+    assert (entry["torch"], entry["triton"], entry["commit"]) == ("2.9.1", None, "abc")
+    assert told == f"{said.strip('= ')}\nFAILED tests/test_x.py"
 
 
 def test_a_release_has_one_version_and_its_date() -> None:

@@ -3,11 +3,13 @@
 import argparse
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ringtile.index import cache_info
+from ringtile.integrations.tested import TESTED
 from ringtile.kernels import fa4
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.self_test import TileReport, check_tiles
@@ -29,6 +31,20 @@ def old_import_path() -> str:
     return f"taken by another project, {found.origin}: uninstall that project, and install ./compat of ringtile"
 
 
+def _release(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def newer_than_tested(installed: dict[str, str | None]) -> dict[str, str]:
+    """Return the newest tested version by package name, for packages that are newer than that."""
+    return {
+        name: tested[-1]
+        for name, tested in TESTED.items()
+        # A tested 3.13 covers 3.13.5.
+        if tested and _release(installed[name] or "")[: len(newest := _release(tested[-1]))] > newest
+    }
+
+
 def diagnosis() -> dict[str, Any]:
     """Return everything that ``ringtile doctor`` prints. The native entries are None without the library."""
     found = None if reason_against() else library()
@@ -37,6 +53,8 @@ def diagnosis() -> dict[str, Any]:
         dtypes.setdefault(isa.name, []).append(str(dtype).removeprefix("torch."))
     return {
         "versions": versions(),
+        "tested": TESTED,
+        "newer_than_tested": newer_than_tested(versions()),
         "machine": machine_facts(),
         "backends": dict(backend_report()),
         "triton_measured_on": MEASURED_ON or None,
@@ -72,7 +90,10 @@ def _detail(name: str, found: dict[str, Any]) -> str:
 def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each line. A name that would repeat is empty."""
     for name, version in found["versions"].items():
-        yield name, version or "not installed"
+        newest = found["newer_than_tested"].get(name)
+        yield name, f"{version}, newer than tested ({newest})" if newest else version or "not installed"
+    for number, (name, tested) in enumerate(found["tested"].items()):
+        yield "" if number else "tested with", f"{name} {', '.join(tested)}"
     for name, fact in found["machine"].items():
         for number, text in enumerate(fact if isinstance(fact, list) else [fact]):
             yield name.replace("_", " ") if number == 0 else "", str(text)

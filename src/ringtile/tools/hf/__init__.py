@@ -56,12 +56,8 @@ def run(args: argparse.Namespace) -> int:
         draw(study, args.out)
         progress.say(f"picture: {args.out}")
     if args.json:
-        from transformers import __version__
-
-        where = origin(args.command)
         record = {
-            **where,
-            "versions": {**where["versions"], "transformers": __version__},
+            **origin(args.command),
             "model": study.title,
             "text": loaded.text,
             "tokens": args.tokens,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_transformers import assert_equal_models, padding, randomized, registered
-from tiny import SPARSE
+from tiny import SPARSE, hf
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +99,22 @@ def test_a_model_computes_in_float32_what_it_does_with_eager(name: str) -> None:
             assert (y - x).norm() <= 1e-5 * scale, type(one).__name__
         compared += len(grads)
     assert compared > 20
+
+
+def test_the_texts_of_hy_v4_vl_are_those_of_hy_v4() -> None:
+    # transformers has it since 5.24.
+    module = pytest.importorskip("transformers.models.hy_v4_vl.modeling_hy_v4_vl")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    config = SPARSE["hy_v4"]()[1].to_dict() | {"model_type": "hy_v4_vl_text", "rope_parameters": rope}
+    torch.manual_seed(0)
+    model = module.HYV4VLTextModel._from_config(hf.HYV4VLTextConfig(**config), attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    eager = randomized(model).double()
+    mine, mask = use_ringtile(copy.deepcopy(eager)), padding("left")
+    inputs = {"input_ids": torch.randint(3, 97, (3, TOKENS)), "attention_mask": mask.long()}
+    with Doubled(), indexers.index_losses(mine) as losses:
+        assert_equal_models(eager, mine, mask, 1e-10, **inputs)
+    assert len(losses) == 2
 
 
 def test_padding_on_the_left_is_read_by_some_models() -> None:

@@ -177,7 +177,7 @@ def _streamed(indexer: nn.Module, *given: Any, **named: Any) -> tuple[Any, _Stre
         with _Streamed() as scored:
             return own(indexer, *given, **named), scored
     # transformers' forward records no gradient, in most families. The layer's own tensors are to get none.
-    given = tuple(map(_detached, given))
+    given = _detached(given)
     named = {name: _detached(x) for name, x in named.items()}
     with torch.enable_grad(), _Streamed() as scored:
         result = getattr(own, "__wrapped__", own)(indexer, *given, **named)
@@ -212,6 +212,9 @@ class _Learning:
 
 
 def _detached(x: Any) -> Any:
+    if isinstance(x, tuple):
+        # Angles, which Mistral Large 4 learns.
+        return tuple(map(_detached, x))
     return x.detach() if isinstance(x, Tensor) and not isinstance(x, PatternMask) else x
 
 
@@ -512,7 +515,7 @@ def _mask_of_pools(attention: Any, topk_indices: Tensor, query_states: Tensor, k
     return carrier(kept, batch, n_queries, kv_length, query_states.device)
 
 
-_OF_TOKENS = "DeepseekV32 AXK2 GlmMoeDsa MistralLarge4Text HYV4 Dots3NoteText".split()
+_OF_TOKENS = "DeepseekV32 AXK2 GlmMoeDsa MistralLarge4Text HYV4 HYV4VL Dots3NoteText".split()
 INDEXERS: dict[str, dict[str, Any]] = {
     **{f"{family}Indexer": {"forward": _choose_tokens} for family in _OF_TOKENS},
     "MiniMaxM3VLIndexer": {"forward": _choose_blocks},

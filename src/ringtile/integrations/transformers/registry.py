@@ -42,8 +42,9 @@ _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
 _OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
 _OWN_SCORES = set(
     "DogeAttention EsmFold2DiffusionAttention InformerProbSparseAttention InklingAttention Inkling2FullAttention "
-    "Inkling2SlidingAttention NemotronAsrStreamingEncoderAttention PPDocLayoutV2ReadingOrder Sam3DetrDecoder "
-    "Sam3LiteTextDetrDecoder UdopAttention".split()
+    "Inkling2LoopFullAttention Inkling2LoopSlidingAttention Inkling2SlidingAttention "
+    "NemotronAsrStreamingEncoderAttention PPDocLayoutV2ReadingOrder Sam3DetrDecoder Sam3LiteTextDetrDecoder "
+    "UdopAttention".split()
 )
 """Parts that look up an attention function, or are in the file of one that does, and cannot use this one."""
 _SAMPLE = 1024

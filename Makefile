@@ -2,6 +2,7 @@
 # make test   the tests, the linter and the type checker
 # make test-all  those marked slow, too
 # make quick  a few tests, between two changes
+# make drift  the models of transformers with one thing of it changed at a time: right, or refused in one line
 # make docs   the documentation, into site/
 # make wheels the wheels of every platform, into dist/, checked, and tried as far as they run here
 # make release all of them and the source distribution, with the checks of a release; it publishes nothing
@@ -22,7 +23,7 @@ QUICK = $(patsubst %,tests/test_%.py,architecture errors grammar density select 
 # The bits of a release, which fuses products and sums.
 SANITIZE = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: demo test test-all quick docs mutants wheels release native sanitize valgrind clean
+.PHONY: demo test test-all quick docs drift mutants wheels release native sanitize valgrind clean
 .NOTPARALLEL:
 
 demo: .venv/ready-demo .venv/ready-native
@@ -42,6 +43,9 @@ docs: .venv/ready-dev
 	.venv/bin/python scripts/promises.py
 	.venv/bin/python scripts/hand_written.py
 	.venv/bin/python -m mkdocs build --strict $(ARGS)
+
+drift: .venv/ready-dev .venv/ready-native
+	.venv/bin/python scripts/drift.py $(ARGS)
 
 mutants: .venv/ready-dev .venv/ready-native
 	.venv/bin/python scripts/mutants.py $(ARGS)

@@ -84,7 +84,7 @@ class Stream(NamedTuple):
 
 @dataclass
 class MockGpu:
-    """A driver as Triton 3.6 calls it, which runs nothing."""
+    """A driver as Triton 3.6 to 3.8 call it, which runs nothing."""
 
     architecture: int
     shared_of: Callable[[Kernel], int] | None
@@ -106,6 +106,7 @@ class MockGpu:
         shared = SHARED_BYTES[self.architecture]
         return SimpleNamespace(
             load_binary=lambda *args: (1, 1, 128, 0, 1024),
+            unload_module=lambda module: None,
             get_device_properties=lambda device: {"max_shared_mem": shared, "warpSize": 32},
         )
 

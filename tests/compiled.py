@@ -15,6 +15,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ringtile.kernels.triton.launches import Choice, Launch
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TARGETS = {
     "sm_70": GPUTarget("cuda", 70, 32),
     "sm_75": GPUTarget("cuda", 75, 32),

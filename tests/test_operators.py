@@ -998,7 +998,7 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore::torch.jit.TracerWarning")
 def test_who_looks_at_operators_sees_them_and_others_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     leaf = torch.randn(1, 2, 40, 8).requires_grad_()
 

@@ -19,11 +19,6 @@ class Lazily:
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The real module, for monkeypatch.
-        holder = self.__dict__ if name == "__name__" else vars(importlib.import_module(self.__name__))
-        holder[name] = value
-
 
 hf: Any = Lazily("transformers")
 masking_utils: Any = Lazily("transformers.masking_utils")

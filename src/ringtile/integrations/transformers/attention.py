@@ -11,6 +11,7 @@ from ringtile.adaptive import Choice
 from ringtile.adaptive.steps import Pages, attend_step, check_steps
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
+from ringtile.integrations.transformers.door import refuse_unknown
 from ringtile.integrations.transformers.indexers import learned
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
 from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, from_mask, per_document
@@ -38,18 +39,8 @@ PAGES = "_ringtile_pages"
 ROWS = "packed_rows"
 """The argument of attention that has the `Documents` of a packed row, or `Dense()` for rows without padding."""
 
-_REFUSED = {
-    "position_bias": "a bias on the scores, unless use_ringtile knows the model",
-    "indices": "keys chosen by an indexer",
-    "block_indices": "blocks chosen by an indexer",
-    "topk_indices": "keys chosen by an indexer",
-    "sinks": "learned keys and values",
-    "cache": "a paged cache",
-    "head_mask": "a mask of heads",
-    "layer_head_mask": "a mask of heads",
-    "output_attentions": "attention weights as an output",
-}
-"""Arguments of attention functions that change the result and that ringtile does not support."""
+SOFTMAX = "dropout", "scaling", "softcap", "s_aux"
+"""The arguments that `softmax_of` reads."""
 
 
 def read_pattern(pattern: GivenPattern) -> LayerPattern:
@@ -215,13 +206,6 @@ def _has_sdpa(kind: type) -> bool:
     return True in has or False not in has
 
 
-def check_arguments(options: Mapping[str, Any]) -> None:
-    """Raise ValueError if a model passes an argument that changes the result and that ringtile does not support."""
-    for name, meaning in _REFUSED.items():
-        if options.get(name) is not None and options[name] is not False:
-            raise ValueError(f"{name}: ringtile does not support {meaning}; use attn_implementation='eager'")
-
-
 def attend(
     pattern: LayerPattern,
     module: nn.Module,
@@ -249,8 +233,7 @@ def attend(
     weighs = options.pop("output_attentions", None)
     if weighs is None:
         weighs = getattr(getattr(module, "config", None), "output_attentions", False)
-    # An argument that changes the result and is not read would be a silent error.
-    check_arguments(options)
+    refuse_unknown(options, *SOFTMAX, "cu_seq_lens_q", "cu_seq_lens_k")
     n_keys, width = key.shape[2], value.shape[3]
     if query.shape[0] == 1 < key.shape[0]:
         # Eager attention broadcasts one row of queries, such as learned ones, to the batch.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from ringtile.functional.bias import Bias, ByKey, ByQuery, Grid, Relative
-from ringtile.integrations.transformers.by_hand import heads_of, refuse_unknown, replace_methods
+from ringtile.integrations.transformers.by_hand import heads_of, replace_methods
+from ringtile.integrations.transformers.door import cache_of, refuse_unknown
 from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, pattern_mask
 from ringtile.patterns import Pattern, Segments, from_mask
 from ringtile.patterns.traced import constant
@@ -23,8 +24,11 @@ from ringtile.patterns.traced import constant
 _Result = tuple[Tensor, Tensor | None]
 
 
-def _by_distance(module: nn.Module, *_: int, past_seen_tokens: int | Tensor = 0, **__: Any) -> Callable[..., Any]:
+def _by_distance(
+    module: nn.Module, *_: int, device: Any = None, past_seen_tokens: int | Tensor = 0, **options: Any
+) -> Callable[..., Any]:
     """Return the bias of a layer of T5, which its later layers share."""
+    refuse_unknown(options)
     return partial(_relative, module, past_seen_tokens)
 
 
@@ -214,17 +218,16 @@ def _attend_mpt(
     module: Any,
     hidden_states: Tensor,
     position_bias: Tensor,
-    past_key_values: Any = None,
     attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    refuse_unknown(options)
+    refuse_unknown(options, "cache", "past_key_values")
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
         mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = (x.unflatten(2, (-1, module.head_dim)).transpose(1, 2) for x in mixed.chunk(3, 2))
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
+    if (cache := cache_of(options)) is not None:
+        key, value = cache.update(key, value, module.layer_idx)
     if key.shape[2] > position_bias.shape[2]:
         raise ValueError(f"max_seq_len: expected at least {key.shape[2]} keys, got {position_bias.shape[2]}")
     # The last of them is 0.

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
+from ringtile.integrations.transformers.door import check_method, part_of, refuse_unknown
 from ringtile.integrations.transformers.masks import is_streamed
 from ringtile.patterns import Blocks, Window
 
@@ -27,6 +27,7 @@ def replace_methods(model: nn.Module, methods: Mapping[str, Mapping[str, Callabl
     configs: dict[nn.Module, Any] = {part: owner.config for owner in owners for part in owner.modules()}
     for module in model.modules():
         for name, compute in methods.get(type(module).__name__, {}).items():
+            check_method(type(module), name)
             module.__dict__.setdefault("config", configs[module])
             # A partial function is copied and pickled with its module, which a method that is no member is not.
             module.__dict__[name] = partial(_as_written, name, compute, configs[module], module)
@@ -41,17 +42,6 @@ def _as_written(
     if name == "compute_bias" and not hasattr(module, "relative_attention_bias"):
         return torch.zeros((), dtype=torch.float32, device="cpu")
     return getattr(type(module), name)(module, *given, **named)
-
-
-_WITHOUT_EFFECT = {"cache_position", "position_ids", "use_cache"}
-"""Arguments that change nothing in attention: the keys and their mask say the same."""
-
-
-def refuse_unknown(options: Mapping[str, Any]) -> None:
-    """Raise ValueError that names an argument which attention in place of a model's own would drop."""
-    for name, x in options.items():
-        if x is not None and x is not False and name not in _WITHOUT_EFFECT:
-            raise ValueError(f"{name}: expected None in use_ringtile, got {type(x).__name__}; use 'eager' attention")
 
 
 def _attend_longformer(
@@ -156,7 +146,8 @@ CONVERTED: dict[str, tuple[str, Callable[..., Any]]] = {
 def convert(model: nn.Module, kind: str) -> None:
     """Replace the attention of each layer of a model in place."""
     name, attend = CONVERTED[kind]
-    replaced = getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), name)
+    replaced = part_of(f"models.{kind}.modeling_{kind}:{name}", kind)
     for module in model.modules():
         if isinstance(module, replaced):
+            check_method(replaced, "forward")
             module.forward = MethodType(attend, module)

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ringtile.functional.cache import with_room
 from ringtile.integrations.transformers.attention import KEPT, PAGES, for_layer
+from ringtile.integrations.transformers.door import cache_of
 from ringtile.patterns.traced import outside_graphs
 
 
@@ -64,13 +65,13 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
 def make_room(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make the layer of a dynamic cache a `RoomyLayer`, before an attention module that decodes sparsely adds keys."""
-    chosen, cache = getattr(module, KEPT, None), kwargs.get("past_key_values")
+    chosen, cache = getattr(module, KEPT, None), cache_of(kwargs)
     layers, number = getattr(cache, "layers", None), getattr(module, "layer_idx", None)
     if chosen is None or layers is None or number is None or for_layer("decode", chosen.decode, module) is None:
         return
-    replicated: Any = cache.layer_class_to_replicate  # type: ignore[union-attr]
+    replicated: Any = cache.layer_class_to_replicate
     while replicated is not None and len(layers) <= number:
         # As `Cache.update` does.
         layers.append(replicated())
-    if number < len(layers) and type(layers[number]) is DynamicLayer and not cache.offloading:  # type: ignore[union-attr]
+    if number < len(layers) and type(layers[number]) is DynamicLayer and not cache.offloading:
         layers[number].__class__ = RoomyLayer

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringtile.adaptive import index_loss, index_topk
 from ringtile.functional.chosen import interval_of
-from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier
+from ringtile.integrations.transformers.masks import DROPPED, KeptPairs, PatternMask, carrier
 from ringtile.patterns import Causal, Chosen, Pattern
 from ringtile.patterns.checks import check_positive
 from ringtile.patterns.facts import key_bounds
@@ -118,29 +118,29 @@ class _Streamed(TorchFunctionMode):
         if self.scores is None or all(x is not self.scores for x in args) or name == "get":
             return func(*args, **kwargs)
         match name:
-            case "mul" if isinstance(args[1], Tensor):
+            case "mul" if isinstance(args[1], Tensor) and not len(self.weights):
                 self.weights = args[1].squeeze(3).transpose(1, 2)
                 return self.scores
-            case "mul" if args[1] > 0:
+            case "mul" if not isinstance(args[1], Tensor) and args[1] > 0:
                 self.factor *= args[1]
                 return self.scores
-            case "relu":
+            case "relu" if not len(self.weights):
                 self.relu = True
                 return self.scores
-            case "matmul":
+            case "matmul" if not len(self.weights):
                 self.weights = args[0].squeeze(2).transpose(1, 2)
                 return self._scores(*self.scores.shape[:2], 1, self.scores.shape[3])
             case "squeeze":
                 return self._scores(*self.scores.shape[:2], self.scores.shape[3])
             case "sum" if self.scores.dim() == 4 and kwargs == {"dim": 2}:
                 return self._scores(*self.scores.shape[:2], self.scores.shape[3])
-            case "masked_fill" if isinstance(args[1], PatternMask):
+            case "masked_fill" if isinstance(args[1], PatternMask) and args[2] <= DROPPED:
                 self.kept = args[1].kept
                 return self.scores
-            case "topk" if not args[1]:
+            case "topk" if kwargs == {"dim": -1} and not args[1]:
                 self.scores = None
                 return SimpleNamespace(indices=self.query.new_empty(*self.query.shape[:2], 0, dtype=torch.int64))
-            case "topk" if self.kept is not None:
+            case "topk" if kwargs == {"dim": -1} and self.kept is not None:
                 kept, self.scores = self.kept, None
                 self.found = index_topk(
                     self.query.transpose(1, 2),
@@ -304,7 +304,7 @@ def learned(
 
 @outside_graphs
 def _choose_blocks(
-    indexer: Any, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
+    indexer: Any, hidden_states: Tensor, position_embeddings: Any, cache: Any, position_ids: Tensor
 ) -> Tensor:
     """Choose the blocks of MiniMax-M3's indexer."""
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
@@ -317,8 +317,8 @@ def _choose_blocks(
     query, key = (norm(x).transpose(1, 2) for norm, x in zip((indexer.q_norm, indexer.k_norm), heads, strict=True))
     angles = (x[..., : indexer.head_dim] for x in position_embeddings)
     query, key = apply_rotary_pos_emb(query, key, *angles)
-    if past_key_values is not None:
-        key = past_key_values.layers[indexer.layer_idx].update_index(key)
+    if cache is not None:
+        key = cache.layers[indexer.layer_idx].update_index(key)
     n = min(indexer.topk_blocks, -(-key.shape[2] // indexer.block_size))
     groups, block, local = query.shape[1], indexer.block_size, indexer.local_blocks
     # Positions count real tokens and keys count all, as in transformers.
@@ -404,10 +404,10 @@ def _choose_entries(indexer: Any, *given: Any) -> Any:
 
 
 def _choose_groups(
-    indexer: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, past_key_values: Any
+    indexer: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, cache: Any
 ) -> Tensor:
     """Choose groups of consecutive keys as Qwen4's indexer: complete ones by their means, and the keys after them."""
-    given = hidden_states, position_embeddings, attention_mask, past_key_values
+    given = hidden_states, position_embeddings, attention_mask, cache
     if not isinstance(attention_mask, PatternMask):
         found: Tensor = type(indexer).forward(indexer, *given)
         return found
@@ -421,8 +421,8 @@ def _choose_groups(
     query, keys = heads.split([indexer.index_n_heads, indexer.index_kv_heads], 2)
     angles = {"cos": cos[:, -n_queries:], "sin": sin[:, -n_queries:], "unsqueeze_dim": 2}
     query, keys = apply_rotary_pos_emb(indexer.q_layernorm(query), **angles), keys.squeeze(2)
-    if past_key_values is not None:
-        keys = past_key_values.update_indexer(keys, indexer.layer_idx)
+    if cache is not None:
+        keys = cache.update_indexer(keys, indexer.layer_idx)
     low, high = _seen(attention_mask.kept, batch, n_queries, attention_mask.shape[3])
     n_groups = (high - low) // ratio
     tail = (low + n_groups * ratio).unsqueeze(2) + torch.arange(ratio - 1, device=keys.device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringtile.integrations.transformers.door import is_known, refuse_unknown
 from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, Segments, Window, from_mask
 from ringtile.patterns.base import And
 from ringtile.patterns.checks import LARGEST
@@ -24,7 +25,7 @@ from ringtile.patterns.traced import constant
 
 MaskFunction = Callable[..., Any]
 
-_DROPPED = -1e4
+DROPPED = -1e4
 """A float mask drops pairs by this value or less: the smallest of its dtype, -inf, or -1e4 in older models."""
 
 
@@ -223,6 +224,8 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
     if function.__module__ not in ("transformers.masking_utils", "transformers.models.gemma3.modeling_gemma3"):
         return None
     name, values = function.__qualname__.partition(".")[0], _closure(function)
+    if name != "Gemma3TextModel" and not is_known(function.__module__, name):
+        return None
     here = slice(first, first + (n_keys or 0))
     read = partial(read_rule, first=first, n_keys=n_keys, on_shard=on_shard)
     match name:
@@ -341,6 +344,13 @@ _EAGER = {"bigbird_pegasus", "gemma4_audio", "lightglue", "nllb-moe", "t5gemma2_
 """Models that compute with the values of their mask: they route, reorder, cut or join it, or attend by hand."""
 
 
+_OF_MASKS = set(
+    "allow_is_bidirectional_skip allow_is_causal_skip batch_size config device dtype kv_length kv_offset local_size "
+    "mask_function q_length q_offset use_vmap".split()
+)
+"""Arguments of functions that make masks. Those that `pattern_mask` does not read change no mask."""
+
+
 def is_streamed(config: Any) -> bool:
     """Return True if the parts of a model that choose keys do so without the scores and masks of all pairs."""
     return bool(config._attn_implementation == CHOSEN)
@@ -351,6 +361,7 @@ def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Ten
 
     A rule that is not known is evaluated, and its bool mask becomes a pattern.
     """
+    refuse_unknown(options, *_OF_MASKS)
     config: Any = options.get("config")
     kind = getattr(config, "model_type", None)
     is_computed = kind in _COMPUTED
@@ -454,7 +465,7 @@ def kept_by_mask(mask: Tensor, query: Tensor, n_keys: int) -> KeptPairs:
 def _kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
     keep = mask
     if mask.dtype != torch.bool:
-        dropped = mask <= _DROPPED
+        dropped = mask <= DROPPED
         keep = ~dropped
         # A number that all kept pairs in a row share changes no softmax.
         same = (mask == mask.amax(-1, keepdim=True)) & (mask < math.inf)

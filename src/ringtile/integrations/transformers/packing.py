@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.integrations.transformers.attention import KEPT, ROWS
+from ringtile.integrations.transformers.door import cache_of
 from ringtile.integrations.transformers.masks import CHOSEN
 from ringtile.patterns import Dense, Documents
 from ringtile.patterns.traced import outside_graphs
@@ -95,7 +96,7 @@ def _pack(base: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor | No
 
 def _check(given: dict[str, Any], batch: int, n_tokens: int) -> None:
     """Raise ValueError if an argument is not one value per token, or asks for a cache."""
-    if "past_key_values" in given or given.get("use_cache"):
+    if cache_of(given) is not None or given.get("use_cache"):
         raise ValueError("use_cache: expected False for packed rows, which have no cache; leave pack= out to generate")
     for name, x in given.items():
         shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))

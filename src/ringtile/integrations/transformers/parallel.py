@@ -21,13 +21,14 @@ from ringtile.distributed.plan import fits_ring
 from ringtile.distributed.process_groups import real_group
 from ringtile.distributed.transports import group_of
 from ringtile.integrations.transformers.attention import (
+    SOFTMAX,
     GivenPattern,
-    check_arguments,
     from_first,
     pattern_of_layer,
     read_pattern,
     softmax_of,
 )
+from ringtile.integrations.transformers.door import refuse_unknown
 from ringtile.integrations.transformers.masks import (
     KeptPairs,
     PatternMask,
@@ -150,7 +151,7 @@ def attend_shard(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer for a rank's tokens, like `attend`, with the facts of the batch."""
-    check_arguments(options)
+    refuse_unknown(options, *SOFTMAX, "cp_batch")
     cp_batch: BatchFacts | _Probe | None = options.get("cp_batch")
     if cp_batch is None:
         raise ValueError("cp_batch: expected the facts of the batch, got None; call model(**cp.shard_batch(batch))")
@@ -336,8 +337,8 @@ class ContextParallel:
                 raise ValueError(f"{name}: expected {', '.join(sorted(_KNOWN))} in context parallelism, got {x.shape=}")
             if name in ("use_cache", "output_router_logits", "output_attentions") and x:
                 raise ValueError(f"{name}: expected False in context parallelism, got {x!r}")
-            if name == "past_key_values" and x is not None:
-                raise ValueError(f"past_key_values: expected None in context parallelism, got {type(x).__name__}")
+            if x is not None and not isinstance(x, Tensor | bool | int | float | str):
+                raise ValueError(f"{name}: expected None in context parallelism, got {type(x).__name__}")
             if isinstance(x, Tensor) and name != "num_items_in_batch":
                 rows = (1, size) if name == "position_ids" else (size,)
                 dims = 3 if name == "inputs_embeds" else 2

@@ -26,6 +26,7 @@ from ringtile.integrations.transformers.attention import (
 )
 from ringtile.integrations.transformers.biases import is_replaced, replace_biases
 from ringtile.integrations.transformers.by_hand import CONVERTED, convert, replace_methods
+from ringtile.integrations.transformers.door import check_cache, check_parts
 from ringtile.integrations.transformers.indexers import INDEXERS
 from ringtile.integrations.transformers.masks import CHOSEN, is_streamed, pattern_mask
 from ringtile.integrations.transformers.packing import pack_rows
@@ -99,11 +100,13 @@ def register(name: str = "ringtile", pattern: GivenPattern = None, attend: Layer
 def register_pair(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
     """Register an attention function and its masks. Raises ImportError if transformers is missing or too old."""
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface
 
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ImportError(f"transformers: expected {oldest} or newer, got {transformers.__version__}")
+    check_parts("attention")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     # Without the second, transformers drops every mask and says nothing.
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -225,6 +228,8 @@ def use_ringtile(
     replace_methods(model, INDEXERS)
     replace_biases(model)
     if decode is not None:
+        check_parts("decode=")
+        check_cache(model, "decode=")
         from ringtile.integrations.transformers.decode import make_room
 
         for module in model.modules():

@@ -31,10 +31,8 @@ def restored(held: Tensor, dtype: torch.dtype) -> Tensor:
 
 def register_roundings(names: dict[str, Rounding]) -> None:
     """Have transformers make rounded pages for models whose attention has one of these names."""
-    try:
-        from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR as RECORDS
-    except ImportError as error:
-        raise ImportError("transformers: expected 5.23 or newer for the cache of continuous_batching") from error
+    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR as RECORDS
+
     for kind, plain in RECORDS.items():
         if not hasattr(plain, "rounded_to"):
             RECORDS[kind] = _with_rounding(plain, names)

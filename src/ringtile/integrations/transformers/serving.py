@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,17 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
-from ringtile.integrations.transformers.attention import KEPT, check_arguments, pattern_of_layer, softmax_of
+from ringtile.integrations.transformers.attention import KEPT, SOFTMAX, pattern_of_layer, softmax_of
+from ringtile.integrations.transformers.door import check_cache, check_parts, refuse_unknown
 from ringtile.integrations.transformers.registry import parts_of, register_pair, switch_back_of
 from ringtile.integrations.transformers.rounded_pages import Rounding, register_roundings, restored, rounded
 from ringtile.patterns import Causal, Window
 from ringtile.patterns.facts import moves_along
 
 if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
     from ringtile.integrations.transformers.registry import Model
 
 _NAME = "ringtile_flash"
 """transformers builds one mask over all requests, unless the name of an implementation contains "flash"."""
+_OF_STEPS = "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_processor_args"
+"""The arguments of a step that say which tokens belong to which request, and where the pages hold their keys."""
 _ROUNDINGS: dict[str, Rounding] = {f"{_NAME}_bfloat16": "bfloat16", f"{_NAME}_int8": "int8"}
 
 
@@ -87,12 +93,20 @@ def continuous_batching(model: Model, *, cache: Rounding | None = None) -> Itera
     if cache is not None and cache not in names:
         raise ValueError(f"cache: expected one of {tuple(names)} or None, got {cache!r}")
     name = _NAME if cache is None else names[cache]
+    check_parts("continuous batching")
+    check_cache(model, "continuous batching")
     # Positions in the cache say which keys are whose, so there is no mask.
     register_pair(name, _attend_paged, lambda *_, **__: None)
     if cache is not None:
+        check_parts("rounded pages")
         register_roundings(_ROUNDINGS)
     parts = parts_of(model)
     switch_back = switch_back_of(parts)
+    hooks = [
+        module.register_forward_pre_hook(_hand_on, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and "cache" in inspect.signature(module.forward).parameters
+    ]
     try:
         # Not by set_attn_implementation, which would load FlashAttention for such a name.
         for part in parts:
@@ -100,6 +114,31 @@ def continuous_batching(model: Model, *, cache: Rounding | None = None) -> Itera
         yield model
     finally:
         switch_back()
+        for hook in hooks:
+            hook.remove()
+
+
+class _HandedOn:
+    """A paged cache that leaves the keys and values of a layer to its attention function."""
+
+    def __init__(self, cache: PagedAttentionCache) -> None:
+        self._cache = cache
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        kwargs["cache"] = self._cache
+        return key_states, value_states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Have an attention module of transformers 5.24 or newer give its paged cache to its attention function."""
+    cache = kwargs.get("cache")
+    if not isinstance(cache, _HandedOn) and hasattr(cache, "layer_to_allocator"):
+        kwargs["cache"] = _HandedOn(cache)
 
 
 def _attend_paged(
@@ -112,7 +151,7 @@ def _attend_paged(
             f"cache: expected a call of continuous batching, without a mask and dropout, got {type(cache).__name__}; "
             "leave the context of continuous_batching for other calls"
         )
-    check_arguments(options)
+    refuse_unknown(options, *SOFTMAX, *_OF_STEPS)
     rule = Causal() if sliding_window is None else Causal() & Window(sliding_window - 1)
     if (chosen := getattr(module, KEPT, None)) is not None:
         pattern = pattern_of_layer(chosen.pattern, module)

@@ -128,7 +128,7 @@ def launches_of(name: str, dtype: torch.dtype, *, shared: bool = False) -> dict[
 def test_it_fits_and_loops_use_the_tensor_cores_and_no_local_memory(
     target: str, name: str, dtype: torch.dtype, shared: bool
 ) -> None:
-    from compiled import SHARED_BYTES, compile_choice
+    from compiled import SHARED_BYTES, TRITON, compile_choice
 
     for kernel, launch in launches_of(name, dtype, shared=shared).items():
         for choice in launch.choices:
@@ -138,7 +138,9 @@ def test_it_fits_and_loops_use_the_tensor_cores_and_no_local_memory(
         assert made.shared <= SHARED_BYTES[target], kernel
         if target.startswith("sm") and dtype != torch.float32 and kernel not in ("stats_kernel", "sum_kernel"):
             (loop,) = ("\n".join(loop) for loop in made.loops() if any(PRODUCTS.search(line) for line in loop))
-            assert not re.search("LDL|STL", loop), f"{kernel}: registers are spilled"
+            # docs/design.md says so.
+            spilled = TRITON >= (3, 8) and (kernel, target, name) == ("forward_kernel", "sm_90", "latent")
+            assert bool(re.search("LDL|STL", loop)) == spilled, f"{kernel}: registers are spilled, or no more"
             # The number of groups of copies that may still be on their way when a step begins.
             flying = [int(number, 16) for number in re.findall(r"DEPBAR\.LE SB0, (0x[0-9a-f]+)", loop)]
             assert choice.config.stages < 5 or min(flying) > 0, f"{kernel}: a step waits for all copies"

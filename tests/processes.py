@@ -80,6 +80,9 @@ def on_ranks(n_ranks: int, function: Callable[[int], T]) -> list[T]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multi_threaded_pg.ProcessLocalGroup, "reduce", _reduce, raising=False)
+        # torch 2.11 ends a group by it, and its threads lack it.
+        if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):
+            patch.setattr(multi_threaded_pg.ThreadLocalWorld, "comms", [], raising=False)
         patch.setitem(_original, "batch_isend_irecv", batch_isend_irecv)
         if dist.batch_isend_irecv is _send:
             patch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)

@@ -191,7 +191,6 @@ def mock_gpu(
         enter(patch.object(schedule, "_table", WeakTensorKeyDictionary()))
         enter(patch.object(schedule, "is_capturing", lambda device: gpu.capturing, create=True))
         enter(patch.object(torch.cuda, "current_stream", lambda device=None: Stream(gpu.stream, gpu.waits)))
-        enter(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: gpu.stream, create=True))
         enter(patch.object(backend, "device_reasons", reasons))
         enter(patch.object(backend, "reason_against", lambda: ""))
         if results:

@@ -14,6 +14,7 @@ from ringtile.index import build_index
 from ringtile.kernels.contracts import scale_of
 from ringtile.kernels.select import native_step
 from ringtile.patterns import Dense
+from ringtile.patterns.private import assert_async
 
 
 class Pages:
@@ -32,7 +33,7 @@ class Pages:
         if had and not (self._mask is None and key_mask is None):
             old = key.new_ones(len(key), before, dtype=torch.bool) if self._mask is None else self._mask[:, :before]
             same = old.all() if key_mask is None else (old == key_mask[:, :before]).all()
-            torch._assert_async(same, "attention_mask: expected the padding that earlier steps had")
+            assert_async(same, "attention_mask: expected the padding that earlier steps had")
         if complete > had:
             new = slice(before, complete * self.block)
             self._mask = key_mask

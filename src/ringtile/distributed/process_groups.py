@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringtile.patterns.private import call
 from ringtile.patterns.traced import constant
 
 STORES: Any = dist
@@ -135,23 +136,25 @@ def is_registered(group: dist.ProcessGroup | None) -> bool:
 
 def is_point_to_point(work: Any) -> bool:
     """Return True if a work is a send or a receive, or if this version of PyTorch does not tell."""
-    kind = getattr(work, "_get_op_type", None)
-    return kind is None or kind() in _POINT_TO_POINT
+    try:
+        kind = work._get_op_type()
+    except (AttributeError, TypeError):
+        return True
+    return not isinstance(kind, int) or kind in _POINT_TO_POINT
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
     """Return the store of a group: the same for all backends and threads, unlike `ProcessGroup.get_group_store`."""
-    find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
-    if find is None:
-        raise RuntimeError(f"group: PyTorch {torch.__version__} does not tell the store of a process group")
-    return find(group)
+    name = "torch.distributed.distributed_c10d:_get_process_group_store"
+    return call(name, "the store of a process group", STORES.Store, group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return the seconds after which the collectives of a group time out."""
     try:
         limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):
+        return limit.total_seconds()
+    except (RuntimeError, AttributeError, TypeError):
         limit = store_of(group).timeout
     return limit.total_seconds()
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ringtile.functional.attention import sparse_attention, without_autocast
@@ -36,6 +35,7 @@ from ringtile.kernels.contracts import (
 )
 from ringtile.kernels.select import select
 from ringtile.patterns import Pattern
+from ringtile.patterns.private import in_forward_mode, is_transformed
 
 
 class Places:
@@ -165,7 +165,7 @@ class Parts:
 def attend_parts(q: Tensor, k: Tensor, v: Tensor, parts: Parts, backend: str | None) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, N, Dv]`` and the lse of a list of parts, differentiable twice if it composes."""
     # An autograd Function does not compose with torch.func, forward mode or compilers. The reference is no operator.
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    transformed = is_transformed() or in_forward_mode()
     with without_autocast(q):
         if parts.composes and (transformed or torch.compiler.is_compiling() or backend == "reference"):
             return composed(q, k, v, parts)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from ringtile.functional.bias import Relative
+from ringtile.patterns.private import call, tree_leaves
 
 
 class _Kind(Enum):
@@ -64,14 +64,13 @@ def from_score_mod(
     """
     if not callable(score_mod):
         raise ValueError(f"score_mod: expected a function, got {score_mod!r}")
-    # It takes longer to import than all of ringtile.
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     # Of one element, because an index without dimensions becomes a number.
     zeros = [torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.float32, *[torch.int64] * 4)]
     try:
         with torch.no_grad():
-            traced = make_fx(score_mod)(*zeros)
+            # It takes longer to import than all of ringtile.
+            trace: Any = call("torch.fx.experimental.proxy_tensor:make_fx", "score_mod", object, score_mod)
+            traced = trace(*zeros)
     except RuntimeError as error:
         raise ValueError(f"score_mod: expected operations that do not depend on values, got {error}") from None
     if (softcap := _softcap_of(traced)) is not None:
@@ -114,10 +113,16 @@ def _check(traced: GraphModule) -> None:
             raise ValueError("score_mod: expected a result with the score in it")
 
 
+def _name(operator: Any) -> str:
+    """Return the name of an operator, "add" for aten::add.Tensor."""
+    name: str = operator.name()
+    return name.partition("::")[2].partition(".")[0]
+
+
 def _kind(node: Node, of: list[_Kind]) -> _Kind | None:
     """Return what the result of an operation follows from, or None for anything else."""
     target: Any = node.target
-    name, known = target._schema.name.partition("::")[2], set(of)
+    name, known = _name(target), set(of)
     if not known:
         return _Kind.FREE if name == "scalar_tensor" else None
     if known == {_Kind.FREE}:
@@ -154,7 +159,7 @@ def _softcap_of(traced: GraphModule) -> float | None:
         if node.op == "placeholder":
             continue
         if node.op == "call_function" and node.all_input_nodes == [at]:
-            names.append(node.target._schema.name.partition("::")[2])
+            names.append(_name(node.target))
             numbers += [x for x in node.args if isinstance(x, int | float)]
             at = node
     if last.args[0] is not at or len(numbers) != 2 or numbers[1] <= 0:

@@ -5,13 +5,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringtile.kernels.contracts import check_memory
+from ringtile.patterns.private import is_traced, is_transformed, is_zero
 
 
 def is_real(x: Tensor) -> bool:
     """Return True if a tensor has memory of its own, or had: it is not traced, transformed or a subclass."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
+    if torch.compiler.is_compiling() or is_transformed() or is_traced():
         return False
-    return type(x) in (Tensor, Parameter) and not x._is_zerotensor() and not x.is_meta
+    return type(x) in (Tensor, Parameter) and not is_zero(x) and not x.is_meta
 
 
 def check_plain(name: str, x: object) -> None:

@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile.index.block_index import BlockIndex
 from ringtile.index.covers import CANDIDATE_BYTES, MAX_BYTES, Budget, groups_of, shortened, strips
@@ -24,6 +22,7 @@ from ringtile.patterns import base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 from ringtile.patterns.blocks import reads_of
 from ringtile.patterns.grammar import as_rule
+from ringtile.patterns.private import outside_modes, outside_transforms
 from ringtile.patterns.traced import outside_graphs
 
 MAX_HEADS = 1 << 16
@@ -38,7 +37,7 @@ _log = logging.getLogger("ringtile.index")
 @contextmanager
 def real_tensors() -> Iterator[None]:
     """Run outside inference, gradient, fake, tracing and functorch modes: an index outlives the call that built it."""
-    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack(), _disable_current_modes():
+    with torch.inference_mode(False), torch.no_grad(), outside_transforms(), outside_modes():
         yield
 
 

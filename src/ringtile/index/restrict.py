@@ -13,6 +13,7 @@ from ringtile.index.lists import TileLists, extra_splits, most_splits, slot_of_e
 from ringtile.index.schedule import derived, remember
 from ringtile.index.tile_index import AnIndex, TileIndex
 from ringtile.patterns import Pattern
+from ringtile.patterns.private import assert_async
 
 KeptLists = tuple[list[Tensor], list[Tensor]]
 """The first five fields of the `TileLists` of rows and of columns."""
@@ -99,7 +100,7 @@ def _copied_lists(
         full, partial, *rooms = torch.stack([*kept, *splits]).tolist()
         sizes = [full, partial]
     else:
-        torch._assert_async(kept[0] + kept[1] <= capacity, too_many(capacity))
+        assert_async(kept[0] + kept[1] <= capacity, too_many(capacity))
         sizes = [min(capacity, len(flags) - 2) for flags in keeps[:2]]
     lists: KeptLists = ([], [])
     for number, (each, times, begin) in enumerate(zip(parts, keeps, begins, strict=True)):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.index.tile_index import TileIndex
+from ringtile.patterns.private import version_of
 
 T = TypeVar("T")
 
@@ -139,7 +140,7 @@ def _address(
     """Return the content of an index and the name of a value, or None if the values of an index are not kept."""
     tensors, grid = index.tensors(), index.grid
     try:
-        content = (*map(id, tensors), *[x._version for x in tensors])
+        content = (*map(id, tensors), *map(version_of, tensors))
     except RuntimeError:
         return None
     return content, (make, grid.block, grid.first_row, grid.n_rows, grid.n_cols, *key)
@@ -173,6 +174,7 @@ def _ready(values: _Values, place: Hashable, device: torch.device) -> Any:
     if is_capturing(device):
         # No wait: a graph may not depend on what came before its capture, and begins after that is done.
         return values.captured.setdefault(place, value)
-    if stream != torch._C._cuda_getCurrentRawStream(device.index):
-        torch.cuda.current_stream(device).wait_event(done)
+    current = torch.cuda.current_stream(device)
+    if stream != current.cuda_stream:
+        current.wait_event(done)
     return value

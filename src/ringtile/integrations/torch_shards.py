@@ -3,6 +3,9 @@
 All that PyTorch keeps private is used here and nowhere else: its load balancers.
 """
 
+from contextlib import suppress
+from inspect import signature
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -10,6 +13,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed.layout import Layout
+from ringtile.patterns.private import call, refuse
+
+_BALANCERS = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+
+
+def _base() -> Any:
+    """Return PyTorch's class of load balancers. Refuse if it has not the method of `balancer_of`."""
+    with suppress(ImportError, AttributeError, TypeError):
+        kind = resolve_name(f"{_BALANCERS}:_LoadBalancer")
+        if [*signature(kind._generate_indices).parameters] == ["self", "restore"]:
+            return kind
+    refuse(f"{_BALANCERS}:_LoadBalancer", "context parallelism")
 
 
 def shards_of(n_tokens: int, mesh: DeviceMesh, balancer: Any = "default") -> Layout:
@@ -35,20 +50,21 @@ def shards_of(n_tokens: int, mesh: DeviceMesh, balancer: Any = "default") -> Lay
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, mesh['cp'] for example, got {mesh!r}")
     n_ranks = mesh.size()
+    base = _base()
     if balancer == "default":
-        from torch.distributed.tensor.experimental._context_parallel import _load_balancer
-
-        balancer = _load_balancer._create_default_load_balancer(n_tokens, n_ranks, "cpu")
+        name = f"{_BALANCERS}:_create_default_load_balancer"
+        balancer = call(name, "context parallelism", base | None, n_tokens, n_ranks, "cpu")
     if n_tokens % n_ranks:
         raise ValueError(f"n_tokens: expected a multiple of {n_ranks} for PyTorch's shards, got {n_tokens}")
-    indices = (
-        torch.arange(n_tokens, device="cpu").unsqueeze(0) if balancer is None else balancer._generate_indices().cpu()
-    )
-    if indices.shape != (1, n_tokens):
+    if not isinstance(balancer, base | None):
+        raise ValueError(f"balancer: expected a load balancer of PyTorch or None, got {balancer!r}")
+    indices = torch.arange(n_tokens, device="cpu").unsqueeze(0) if balancer is None else balancer._generate_indices()
+    shape = getattr(indices, "shape", type(indices))
+    if shape != (1, n_tokens):
         raise ValueError(
-            f"balancer: expected one that shards {n_tokens} tokens of all batch elements alike, got {indices.shape=}"
+            f"balancer: expected one that shards {n_tokens} tokens of all batch elements alike, got {shape}"
         )
-    return Layout(n_tokens, tuple(_runs(each) for each in indices[0].long().chunk(n_ranks)))
+    return Layout(n_tokens, tuple(_runs(each) for each in indices[0].cpu().long().chunk(n_ranks)))
 
 
 def _runs(tokens: Tensor) -> tuple[tuple[int, int], ...]:
@@ -74,11 +90,9 @@ def balancer_of(layout: Layout, device: torch.device | str = "cpu") -> Any:
     sizes = {layout.size(rank) for rank in range(layout.n_ranks)}
     if len(sizes) > 1:
         raise ValueError(f"layout: expected equally many tokens at each rank, got {sorted(sizes)}")
-    from torch.distributed.tensor.experimental._context_parallel import _load_balancer
 
-    class LayoutBalancer(_load_balancer._LoadBalancer):
-        def _generate_indices(self, restore: bool = False) -> Tensor:
-            tokens = torch.cat([layout.positions(rank, device) for rank in range(layout.n_ranks)])
-            return (tokens.argsort() if restore else tokens).unsqueeze(0)
+    def indices(self: object, restore: bool = False) -> Tensor:
+        tokens = torch.cat([layout.positions(rank, device) for rank in range(layout.n_ranks)])
+        return (tokens.argsort() if restore else tokens).unsqueeze(0)
 
-    return LayoutBalancer()
+    return type("LayoutBalancer", (_base(),), {"_generate_indices": indices})()

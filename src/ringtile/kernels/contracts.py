@@ -17,6 +17,7 @@ from ringtile.index.tiles import pack_words, unpack_words
 from ringtile.kernels.spans import INDEX, span
 from ringtile.patterns import TileGrid, parse
 from ringtile.patterns.checks import check_number
+from ringtile.patterns.private import is_batched_gradient
 
 _TILES_AT_MOST = 1 << 22
 """A dense pattern with more tiles than this goes to a kernel without an index."""
@@ -246,7 +247,7 @@ def has_memory(x: Tensor) -> bool:
 
 def is_batched(x: object) -> bool:
     """Return True for a tensor of ``is_grads_batched=True``, all gradients at once, without memory."""
-    return isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x)
+    return isinstance(x, Tensor) and is_batched_gradient(x)
 
 
 def check_memory(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:

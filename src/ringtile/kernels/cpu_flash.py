@@ -3,13 +3,18 @@
 Queries are ``[.., H, m, D]``, keys ``[.., G, l, D]``. A row without a score above -inf returns 0 with an lse of -inf.
 """
 
+import functools
 import math
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.index.build import real_tensors
 from ringtile.kernels.contracts import Grads, Rows
+from ringtile.kernels.proof import ERRORS
+from ringtile.patterns.traced import constant
 
 
 def padded(x: Tensor, width: int) -> Tensor:
@@ -95,3 +100,22 @@ def flash_backward(rows: Rows, *, scale: float, mask: Tensor | None = None, is_c
         *wide, lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )
     return q_grad[..., : q.shape[-1]], k_grad[..., : k.shape[-1]], v_grad[..., : v.shape[-1]]
+
+
+@constant
+def flash_reason() -> str:
+    """Return why PyTorch's kernel, a private name, does not compute a small problem, or an empty string."""
+    return _reason()
+
+
+@functools.cache
+@real_tensors()
+def _reason() -> str:
+    x = torch.ones(1, 1, 2, 2, dtype=torch.float32, device="cpu")
+    with suppress(*ERRORS):
+        out, lse = flash_forward(x, x, 3 * x, scale=1.0, mask=x)
+        *_, v_grad = flash_backward(Rows(x, None, x, x, 3 * x, out, lse), scale=1.0, mask=x)
+        # With the mask, each score is 3.
+        if [round(float(y.sum()), 3) for y in (out, lse, v_grad)] == [12, 7.386, 4]:
+            return ""
+    return f"torch {torch.__version__} has no flash kernel for CPUs as ringtile needs it"

@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import Attended, Call, Grads, Rows, as_new_out, lacking
-from ringtile.kernels.cpu_flash import flash_backward, flash_forward, split_scale, times
+from ringtile.kernels.cpu_flash import flash_backward, flash_forward, flash_reason, split_scale, times
+from ringtile.patterns.private import state
 
-_AMX = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
+_AMX = {torch.bfloat16: "torch:cpu._is_amx_tile_supported", torch.float16: "torch:cpu._is_amx_fp16_supported"}
 MATRIX_ROWS = 16
 """Rows of an AMX tile. Fewer queries waste it."""
 
-MATRIX_DTYPES = tuple(dtype for dtype, is_supported in _AMX.items() if is_supported())
+MATRIX_DTYPES = tuple(dtype for dtype, name in _AMX.items() if state(name, False)())
 """Dtypes that PyTorch multiplies with this processor's AMX tiles, several times faster than vector instructions do."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     """Return the reasons why PyTorch's dense kernel does not support this call."""
-    reasons = []
+    reasons = [reason] if (reason := flash_reason()) else []
     if call.pattern not in ("dense", "causal"):
         reasons.append(f"supports the patterns dense and causal, got {call.pattern or 'a block index'}")
     if call.pattern == "causal" and (call.start != 0 or q.shape[2] != k.shape[2]):

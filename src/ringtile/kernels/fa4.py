@@ -22,6 +22,7 @@ from ringtile.kernels.cpu_flash import padded
 from ringtile.kernels.proof import ERRORS, attend, difference, drawing, gradients, reasons_against, told
 from ringtile.kernels.spans import INDEX, KERNEL, span
 from ringtile.patterns import BlockDilated, Dense, Segments
+from ringtile.patterns.private import is_transformed, n_dispatch_modes
 
 DEVICE = "cuda"
 VERSIONS = ("4.0.0b34", "4.0.0b35", "4.0.0b36")
@@ -70,8 +71,8 @@ def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ..
     reasons += dense_tiles_reason(q, k, call)
     if True in passes and torch.are_deterministic_algorithms_enabled():
         reasons.append("adds up gradients in any order, and torch.use_deterministic_algorithms is set")
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    if reasons or traced or torch._C._are_functorch_transforms_active():
+    traced = torch.compiler.is_compiling() or n_dispatch_modes() > 0
+    if reasons or traced or is_transformed():
         # The operator asks again, with values.
         return reasons
     index = index_of(call, q, k)

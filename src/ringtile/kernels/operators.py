@@ -5,8 +5,6 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
 
 from ringtile.kernels.contracts import (
     BACKENDS,
@@ -24,6 +22,18 @@ from ringtile.kernels.contracts import (
     options_of,
 )
 from ringtile.kernels.plans import prepared_of
+from ringtile.patterns.private import (
+    add_batch,
+    in_forward_mode,
+    is_profiled,
+    is_traced,
+    is_transformed,
+    n_dispatch_modes,
+    n_function_modes,
+    outside_vmap_mode,
+    remove_batch,
+    tree_map,
+)
 
 _KINDS: dict[Any, str] = {
     bool: "bool",
@@ -134,19 +144,15 @@ def _vmap_rule(n_tensors: int, op: Any) -> Any:
     return rule
 
 
-_VMAP_MODE = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
-"""In this mode, PyTorch draws no numbers, by which an index finds equal tiles."""
-
-
 def _of_batches(op: Any) -> Any:
     """Return an operator for ``is_grads_batched=True``, whose tensors belong to an older vmap, at level 1."""
 
     def compute(*arguments: Any) -> Any:
         dims = tree_map(lambda x: 0 if is_batched(x) else None, arguments)
-        whole = tree_map(lambda x: torch._remove_batch_dim(x, 1, 1, 0) if is_batched(x) else x, arguments)
-        with torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE):
+        whole = tree_map(lambda x: remove_batch(x, 1, 1, 0) if is_batched(x) else x, arguments)
+        with outside_vmap_mode():
             found = torch.vmap(op, dims)(*whole)
-        return tree_map(lambda x: torch._add_batch_dim(x, 0, 1), found)
+        return tree_map(lambda x: add_batch(x, 0, 1), found)
 
     return compute
 
@@ -177,7 +183,7 @@ def apart(call: Call) -> tuple[Any, ...]:
     absent: dict[str, Any] = dict.fromkeys(OPTIONAL)
     plain = call._replace(tiles=(), **absent)
     # In forward mode, vmap of torch.func would take a tuple for several arguments.
-    return (lambda: plain) if torch._C._are_functorch_transforms_active() else plain, *tensors
+    return (lambda: plain) if is_transformed() else plain, *tensors
 
 
 def with_tensors(call: Any, *tensors: Tensor | None) -> Call:
@@ -204,11 +210,11 @@ def is_unseen(*tensors: Tensor | None) -> bool:
     try:
         return (
             not torch.compiler.is_compiling()
-            and not torch._C._len_torch_dispatch_stack()
-            and not torch._C._len_torch_function_stack()
-            and not torch._C._are_functorch_transforms_active()
-            and not torch._C._autograd._profiler_enabled()
-            and torch._C._get_tracing_state() is None
+            and not n_dispatch_modes()
+            and not n_function_modes()
+            and not is_transformed()
+            and not is_profiled()
+            and not is_traced()
             # Written out: each function called here would cost more than what it asks.
             and all(
                 [
@@ -332,7 +338,7 @@ def _push(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
 def _compute(q: Tensor, k: Tensor, v: Tensor, prepared: Any, *call: Any) -> Attended:
     found = run_forward(q, k, v, with_tensors(*call), prepared)
     # A result that is a view cannot have a tangent.
-    return found if forward_ad._current_level < 0 else (found[0].clone(), found[1].clone())
+    return (found[0].clone(), found[1].clone()) if in_forward_mode() else found
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -364,7 +370,7 @@ def differentiable(
             ctx.set_materialize_grads(False)
             saved = *inputs[:3], *output, *inputs[3 + n_plain :]
             ctx.save_for_backward(*saved)
-            if forward_ad._current_level >= 0:
+            if in_forward_mode():
                 ctx.save_for_forward(*saved)
 
         @staticmethod
@@ -404,10 +410,10 @@ class _Direct(torch.autograd.Function):
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
     """Return True if a derivative may follow. A tensor does not show if an outer transform of torch.func tracks it."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if is_transformed() or in_forward_mode():
         return True
     found = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if found and torch._C._get_tracing_state() is not None:
+    if found and is_traced():
         raise NotImplementedError("torch.jit.trace: expected torch.no_grad(), traced attention has no gradient")
     return found
 
@@ -421,6 +427,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None)
     """Return the output and lse of one call, differentiable in q, k and v."""
     if not is_differentiated(q, k, v):
         return run_forward(q, k, v, call, prepared)
-    function = applied(Attention, None if torch._C._are_functorch_transforms_active() else _Direct)
+    function = applied(Attention, None if is_transformed() else _Direct)
     out, lse = function.apply(q, k, v, prepared, *apart(call))
     return out, lse

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch.profiler import record_function
+
+from ringtile.patterns.private import is_profiled
 
 INDEX = "ringtile::index"
 KERNEL = "ringtile::kernel"
@@ -41,4 +42,4 @@ def kernel_times() -> Iterator[list[KernelTime]]:
 
 def span(name: str) -> AbstractContextManager[Any]:
     """Return a span with this name if a profiler is active."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else _NOTHING
+    return record_function(name) if is_profiled() else _NOTHING

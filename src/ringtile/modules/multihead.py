@@ -18,6 +18,7 @@ from ringtile.modules.masks import read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import tile_weights
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.checks import check_number
+from ringtile.patterns.private import refuse
 
 MAX_WEIGHTS = 1 << 24
 """Largest number of elements, B * H * Nq * Nk, of a dense weight matrix with a sparse pattern."""
@@ -116,6 +117,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         self._set_rule(rule, attend)
 
     def _set_rule(self, pattern: Pattern | None, attend: Attend) -> None:
+        if "_qkv_same_embed_dim" not in nn.TransformerEncoderLayer.forward.__code__.co_names:
+            refuse("torch.nn:MultiheadAttention._qkv_same_embed_dim", "patterns in PyTorch's layers")
         self.pattern, self.attend = pattern, attend
         # PyTorch's layers read this before they call a fused kernel with dense attention. Here, in_proj_weight tells if
         # the weights are packed.

@@ -9,9 +9,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ringtile.patterns.mask import state_of
+from ringtile.patterns.private import tree_leaves
+from ringtile.patterns.traced import items_as_indices
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention rule: batch row, head, query and key numbers to a bool."""
@@ -37,10 +38,8 @@ class FlexRule:
 
 def one_by_one(mask_mod: MaskMod, row: int, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Evaluate a FlexAttention rule as FlexAttention does: on one pair at a time, as far as the function can tell."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     numbers = torch.broadcast_tensors(head, query, key)
-    with TransformGetItemToIndex():
+    with items_as_indices():
         of_row = partial(mask_mod, query.new_full((), row))
         kept: Tensor = torch.vmap(of_row)(*(number.flatten() for number in numbers))
     return kept.view(numbers[0].shape)

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ringtile.patterns.base import Pattern, TileGrid
 from ringtile.patterns.checks import as_tensor
 from ringtile.patterns.content import Content, digest_of, memory_of
+from ringtile.patterns.private import version_of
 from ringtile.patterns.traced import REASON, outside_graphs
 
 T = TypeVar("T")
@@ -207,8 +208,12 @@ _MULTIPLIERS = odd_numbers(3, 4096)
 
 def state_of(x: Tensor) -> Hashable:
     """Return a value that differs if the memory or the values of a tensor have changed."""
-    # Inference tensors do not count their changes.
-    version = digest_of(x) if x.is_inference() else x._version
+    version: Hashable
+    try:
+        version = version_of(x)
+    except RuntimeError:
+        # Inference tensors do not count their changes.
+        version = digest_of(x)
     return version, x.data_ptr(), x.shape, _fingerprint(x)
 
 

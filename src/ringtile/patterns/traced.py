@@ -1,10 +1,11 @@
-"""Functions that Dynamo does not trace."""
+"""Functions that Dynamo does not trace, by its private names."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from pkgutil import resolve_name
 from typing import TypeVar
 
-from torch._C._dynamo import eval_frame
+from ringtile.patterns.private import call
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -28,8 +29,16 @@ def outside_graphs(function: _F) -> _F:
     `torch.compiler.disable` does this too, but loads Dynamo first.
     """
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)
-    # Private names of PyTorch: without them, only compiled calls that read values fail.
-    with suppress(AttributeError):
+    # Without these names, only compiled calls that read values fail.
+    with suppress(ImportError, AttributeError, TypeError):
+        eval_frame = resolve_name("torch._C._dynamo:eval_frame")
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
+
+
+def items_as_indices() -> AbstractContextManager[object]:
+    """Return a context in which ``x[i]`` takes a number that vmap has, as rules of FlexAttention do."""
+    name = "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex"
+    context: AbstractContextManager[object] = call(name, "rules of FlexAttention", AbstractContextManager)
+    return context

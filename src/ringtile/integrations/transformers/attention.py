@@ -18,6 +18,7 @@ from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, from_ma
 from ringtile.patterns.documents import counted_from
 from ringtile.patterns.facts import moves_along, sees_no_future
 from ringtile.patterns.grammar import as_rule
+from ringtile.patterns.private import assert_async
 from ringtile.patterns.traced import constant, outside_graphs
 
 LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Any], None]  # noqa: UP007
@@ -146,7 +147,7 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
         real, leading = kept.real, kept.leading or (0,)
         if real is not None and torch.compiler.is_compiling():
             message = "pattern counts tokens from the first real one: torch.compile needs padding on the right"
-            torch._assert_async(real[:, 0].all(), message)
+            assert_async(real[:, 0].all(), message)
         elif real is not None:
             leading = tuple(real.long().argmax(1).tolist())
         origins = tuple(lead - kept.first for lead in leading)

@@ -19,6 +19,7 @@ from ringtile.integrations.transformers.by_hand import heads_of, replace_methods
 from ringtile.integrations.transformers.door import cache_of, refuse_unknown
 from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, pattern_mask
 from ringtile.patterns import Pattern, Segments, from_mask
+from ringtile.patterns.private import assert_async
 from ringtile.patterns.traced import constant
 
 _Result = tuple[Tensor, Tensor | None]
@@ -203,7 +204,7 @@ def _attend_bloom(
         begins_once = ((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] <= 1).all()
         if torch.compiler.is_compiling():
             message = "attention_mask: torch.compile needs padding before or after the tokens, got some between them"
-            torch._assert_async(begins_once, message)
+            assert_async(begins_once, message)
         elif not begins_once:
             # Its positions count real tokens, so tokens on both sides of padding are nearer than their places say.
             numbers = alibi.view(len(key), module.num_heads, -1, 1)

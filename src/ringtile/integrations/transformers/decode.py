@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from ringtile.functional.cache import with_room
 from ringtile.integrations.transformers.attention import KEPT, PAGES, for_layer
 from ringtile.integrations.transformers.door import cache_of
+from ringtile.patterns.private import version_of
 from ringtile.patterns.traced import outside_graphs
 
 
@@ -44,7 +45,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             self.keys, self.values = (room[:, :, :end] for room in rooms)
-            self._last = self.keys, self.values, rooms, [room._version for room in rooms]
+            self._last = self.keys, self.values, rooms, [*map(version_of, rooms)]
         setattr(self.keys, PAGES, pages)
         return self.keys, self.values
 
@@ -54,7 +55,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         if before == 0:
             held, pages = [x[:, :, :0] for x in new], {}
         # A copy of this layer may share the rooms, and the versions show the tokens that it adds there.
-        elif keys is self.keys and values is self.values and [room._version for room in rooms] == versions:
+        elif keys is self.keys and values is self.values and [*map(version_of, rooms)] == versions:
             held, pages = rooms, getattr(self.keys, PAGES)
         else:
             held, pages = [self.keys, self.values], {}

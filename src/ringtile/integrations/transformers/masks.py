@@ -21,6 +21,7 @@ from ringtile.patterns.base import And
 from ringtile.patterns.checks import LARGEST
 from ringtile.patterns.facts import keeps_self, moves_along, sees_no_future
 from ringtile.patterns.mask import read_once
+from ringtile.patterns.private import call
 from ringtile.patterns.traced import constant
 
 MaskFunction = Callable[..., Any]
@@ -97,8 +98,8 @@ class PatternMask(Tensor):
             return None
         if name == "to":
             mask, kept = args[0], args[0].kept
-            with torch._C.DisableTorchFunctionSubclass():
-                like = torch.empty(0, dtype=torch.bool, device=mask.device).to(*args[1:], **kwargs)
+            moved_as: Any = super().__torch_function__
+            like = moved_as(func, types, (torch.empty(0, dtype=torch.bool, device=mask.device), *args[1:]), kwargs)
             if like.dtype == torch.bool and like.device == mask.device:
                 return mask
             if like.dtype == torch.bool:
@@ -190,7 +191,7 @@ def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: to
     """Return the kept pairs as a mask that transformers hands through to the attention function."""
     if _is_exporting():
         # Tensors are fake there, and none of them can carry anything.
-        mask = torch.Tensor._make_subclass(PatternMask, _NO_MASK)
+        mask: PatternMask = call("torch:Tensor._make_subclass", "torch.export", PatternMask, PatternMask, _NO_MASK)
     else:
         # In a graph, a mask that has lost its pairs must not look like a mask.
         size = 0 if torch.compiler.is_compiling() else n_keys

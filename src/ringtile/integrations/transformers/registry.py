@@ -125,7 +125,7 @@ def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> Non
 
     if implementation == CHOSEN and is_replaced(type(module)):
         # It shares its config with a model that `use_ringtile` changed.
-        if _refuse_new not in module._forward_pre_hooks.values():
+        if _refuse_new not in getattr(module, "_forward_pre_hooks", {}).values():
             module.register_forward_pre_hook(_refuse_new)
     elif isinstance(module, PreTrainedModel) and _is_by_hand(cast(Any, type(module))):
         advice = "leave the name out"
@@ -233,7 +233,7 @@ def use_ringtile(
         from ringtile.integrations.transformers.decode import make_room
 
         for module in model.modules():
-            if hasattr(module, "layer_idx") and make_room not in module._forward_pre_hooks.values():
+            if hasattr(module, "layer_idx") and make_room not in getattr(module, "_forward_pre_hooks", {}).values():
                 module.register_forward_pre_hook(make_room, with_kwargs=True)
     return model
 

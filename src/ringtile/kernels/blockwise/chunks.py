@@ -18,7 +18,7 @@ from ringtile.index.schedule import derived
 from ringtile.index.tiles import FULL
 from ringtile.kernels.blockwise.plan import Launch, Plan, plan_of
 from ringtile.kernels.contracts import Added, Call, accumulator, key_keep, settle_exponentials
-from ringtile.kernels.cpu_flash import split_scale
+from ringtile.kernels.cpu_flash import flash_reason, split_scale
 from ringtile.kernels.philox import dropout_scale, dropout_tile
 
 CHUNK_BYTES = 8 * 2**20
@@ -34,7 +34,7 @@ _FEW_TILES = 4
 def on_flash(device: torch.device, call: Call) -> bool:
     """Return True if PyTorch's flash kernel computes a call."""
     plain = call.dropout_p == 0.0 and call.softcap == 0.0 and call.alibi_slopes is None
-    return plain and device.type == "cpu"
+    return plain and device.type == "cpu" and not flash_reason()
 
 
 class Part(NamedTuple):

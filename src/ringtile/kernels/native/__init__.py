@@ -4,7 +4,7 @@ import ctypes
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from operator import attrgetter
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from ringtile.kernels.native.library import BackwardPhase, CallStructure, Forwar
 from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KernelTime, listeners, span
+from ringtile.patterns.private import version_of
 
 _OPERATIONS_A_CALL = 2e10
 """Operations per thread and call, about a quarter of a second. Ctrl-C works between calls."""
@@ -199,9 +200,6 @@ def _shared_splits(lists: _Lists, batch: int, heads: int, items: int, threads: i
     return found
 
 
-_version_of = attrgetter("_version")
-
-
 class Prepared(NamedTuple):
     """What calls of one structure share. It keeps the tensors of the index alive, but not the `BlockIndex`."""
 
@@ -216,7 +214,7 @@ class Prepared(NamedTuple):
 
     def is_current(self) -> bool:
         """Return True if the index has not changed in place."""
-        return self.versions is not None and self.versions == [*map(_version_of, self.tensors)]
+        return self.versions is not None and self.versions == [*map(version_of, self.tensors)]
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Prepared | None:
@@ -235,7 +233,10 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Prepared | No
                 lists.templates.popitem(last=False)
     # Versions are read after the lists are checked: a change from now on shows.
     tensors = tuple(index.tensors())
-    versions = None if any(x.is_inference() for x in tensors) else [*map(_version_of, tensors)]
+    versions = None
+    # Inference tensors do not count their changes.
+    with suppress(RuntimeError):
+        versions = [*map(version_of, tensors)]
     return Prepared(lists, template, index.start, tensors, versions)
 
 

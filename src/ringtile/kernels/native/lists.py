@@ -10,13 +10,14 @@ from ringtile.index.restrict import KeptLists, too_many
 from ringtile.index.tile_index import TileIndex
 from ringtile.kernels.contracts import check_memory
 from ringtile.kernels.native.library import address, library, reason_against
+from ringtile.patterns.private import is_zero
 
 
 def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None) -> KeptLists | None:
     """Return what `ringtile.index.restrict` makes of PyTorch's operations, or None if the library does not serve it."""
     # A graph has operators only, and the tensors of a trace have no memory.
     plain = type(keep) is Tensor and keep.device.type == "cpu" and not torch.compiler.is_compiling()
-    if reason_against() or not plain or keep._is_zerotensor():
+    if reason_against() or not plain or is_zero(keep):
         return None
     check_memory(("keep",), (keep,))
     if shape is None:

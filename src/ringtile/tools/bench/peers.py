@@ -166,13 +166,11 @@ class FlexAttention(Peer):
 
 def compiled_flex(case: Case, mask: Any) -> Attention:
     """Return FlexAttention compiled for one block mask."""
-    from torch._dynamo import config, reset
     from torch.nn.attention.flex_attention import flex_attention
 
     # Beyond its limit of compilations, torch would run it uncompiled, as a dense matmul.
-    reset()
-    config.fail_on_recompile_limit_hit = True
-    compiled = torch.compile(flex_attention, dynamic=False)
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     shares_heads = case.shares_heads
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=shares_heads)
 

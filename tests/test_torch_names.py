@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
@@ -153,6 +155,13 @@ def test_the_installed_torch_has_every_private_name() -> None:
         if name not in Path(resolve_name(module).__file__).read_text(encoding="utf-8"):
             gone.append(f"{file}: {name}, which {module} reads")
     assert not gone, f"torch {torch.__version__} has no longer:\n" + "\n".join(gone)
+
+
+def test_without_private_names_results_are_right_or_refused() -> None:
+    program = [sys.executable, str(PACKAGE.parents[1] / "scripts/drift_torch.py"), "--sample", "8"]
+    result = subprocess.run(program, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "8 changes of torch" in result.stdout
 
 
 def test_a_private_name_is_seen_however_it_is_written() -> None:

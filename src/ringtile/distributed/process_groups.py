@@ -150,7 +150,7 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the seconds after which the collectives of a group time out."""
+    """Return the seconds after which the collectives of a group time out, or its store, if only that has a limit."""
     try:
         limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
         return limit.total_seconds()

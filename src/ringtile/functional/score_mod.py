@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from enum import Enum, auto
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def from_score_mod(
     try:
         with torch.no_grad():
             # It takes longer to import than all of ringtile.
-            trace: Any = call("torch.fx.experimental.proxy_tensor:make_fx", "score_mod", object, score_mod)
+            trace: Any = call("torch.fx.experimental.proxy_tensor:make_fx", "score_mod", FunctionType, score_mod)
             traced = trace(*zeros)
     except RuntimeError as error:
         raise ValueError(f"score_mod: expected operations that do not depend on values, got {error}") from None

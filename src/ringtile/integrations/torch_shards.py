@@ -24,7 +24,7 @@ def _base() -> Any:
         kind = resolve_name(f"{_BALANCERS}:_LoadBalancer")
         if [*signature(kind._generate_indices).parameters] == ["self", "restore"]:
             return kind
-    refuse(f"{_BALANCERS}:_LoadBalancer", "context parallelism")
+    refuse(f"{_BALANCERS}:_LoadBalancer._generate_indices", "context parallelism")
 
 
 def shards_of(n_tokens: int, mesh: DeviceMesh, balancer: Any = "default") -> Layout:

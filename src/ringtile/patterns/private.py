@@ -28,13 +28,16 @@ def refuse(name: str, need: str, *_: object) -> NoReturn:
     raise NotImplementedError(f"{text}; tested with torch {TESTED}")
 
 
-def private(name: str, otherwise: Callable[..., _T], works: Callable[[Any], object]) -> Callable[..., _T]:
-    """Return ``module:name`` of PyTorch, or ``otherwise`` if it is gone or does not work: ``works`` may raise."""
+def private(name: str, otherwise: str | Callable[..., _T], works: Callable[[Any], object]) -> Callable[..., _T]:
+    """Return ``module:name`` of PyTorch, or ``otherwise`` if it is gone or does not work: ``works`` may raise.
+
+    If ``otherwise`` is the need for the name, calls are refused.
+    """
     with suppress(ImportError, AttributeError, TypeError, ValueError, RuntimeError):
         value: Callable[..., _T] = resolve_name(name)
         if works(value):
             return value
-    return otherwise
+    return partial(refuse, name, otherwise) if isinstance(otherwise, str) else otherwise
 
 
 def state(name: str, otherwise: _T, *arguments: object) -> Callable[..., _T]:
@@ -52,10 +55,10 @@ def call(name: str, need: str, kind: type, *arguments: object) -> Any:
 
 
 is_traced: Callable[[], bool] = resolve_name("torch:jit.is_tracing")
-_PEEK = "torch:_C._functorch.peek_interpreter_stack"
+_peek: Callable[[], object] = private("torch:_C._functorch.peek_interpreter_stack", "torch.func", callable)
 is_transformed = private(
     "torch:_C._are_functorch_transforms_active",
-    lambda: call(_PEEK, "torch.func", object) is not None,
+    lambda: _peek() is not None,
     lambda function: type(function()) is bool,
 )
 """Returns True inside transforms of torch.func."""
@@ -83,9 +86,9 @@ def _outside(name: str, is_inside: Callable[[], object]) -> Callable[[], Abstrac
 outside_transforms = _outside("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", is_transformed)
 outside_modes = _outside("torch.utils._python_dispatch:_disable_current_modes", n_dispatch_modes)
 
-version_of: Callable[[Tensor], int] = partial(refuse, "torch.Tensor._version", "tensors that change")
+version_of: Callable[[Tensor], int] = private("torch:Tensor._version", "tensors that change", isgetsetdescriptor)
 """Returns how often a tensor was written to. Raises RuntimeError for tensors that do not count it."""
-if isgetsetdescriptor(getattr(Tensor, "_version", None)):
+if isgetsetdescriptor(version_of):
     version_of = attrgetter("_version")
 
 _EMPTY = torch.empty(0, dtype=torch.bool, device="cpu")
@@ -102,7 +105,7 @@ assert_async = private("torch:_assert_async", _assert_now, lambda function: func
 """Raises RuntimeError if a tensor is False, later on a GPU. Without the name, each check waits for the device."""
 
 tree_leaves = partial(call, "torch.utils._pytree:tree_leaves", "functions of yours", list)
-tree_map = partial(call, "torch.utils._pytree:tree_map", "torch.func", object)
+tree_map: Callable[..., Any] = private("torch.utils._pytree:tree_map", "torch.func", lambda f: f(len, [()]) == [0])
 
 _BATCHED = "is_grads_batched=True"
 is_batched_gradient = partial(call, "torch:_C._functorch.is_legacy_batchedtensor", _BATCHED, bool)

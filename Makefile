@@ -46,6 +46,7 @@ docs: .venv/ready-dev
 
 drift: .venv/ready-dev .venv/ready-native
 	.venv/bin/python scripts/drift.py $(ARGS)
+	.venv/bin/python scripts/drift_torch.py
 
 mutants: .venv/ready-dev .venv/ready-native
 	.venv/bin/python scripts/mutants.py $(ARGS)

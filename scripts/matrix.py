@@ -52,7 +52,7 @@ RUNS = (
 """The ends of Python, torch and transformers, and points between."""
 WITHOUT_NUMPY = ("tests/test_without_numpy.py", "tests/test_patterns.py", "tests/test_index.py", "tests/test_show.py")
 RECORD = ROOT / "benchmarks/records/tested.json"
-PACKAGE = ROOT / "src/ringtile/integrations/tested.py"
+PACKAGE = ROOT / "src/ringtile/patterns/tested.py"
 PAGE = ROOT / "docs/reference/tested.md"
 NAMES = {"python": "Python", "torch": "torch", "triton": "Triton", "transformers": "transformers"}
 FACTS = """

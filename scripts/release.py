@@ -20,7 +20,7 @@ import stable_names
 import wheels
 from environment import CONSTRAINTS, ROOT, run
 
-from ringtile.integrations.tested import TESTED
+from ringtile.patterns.tested import TESTED
 
 TOOLS = ("twine", "readme-renderer[md]", "packaging")
 USE = """

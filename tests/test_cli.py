@@ -18,8 +18,8 @@ import torch
 
 import ringtile
 from ringtile import cli
-from ringtile.integrations.tested import TESTED
 from ringtile.kernels.native.library import reason_against
+from ringtile.patterns.tested import TESTED
 from ringtile.tools import doctor
 
 

@@ -226,12 +226,19 @@ def test_a_trainer_that_would_see_a_shard_is_refused(tmp_path: Path) -> None:
         ({"compute_loss_func": lambda *arguments, **named: 0}, "compute_loss_func: expected None"),
         ({"compute_metrics": lambda predictions: {}}, "compute_metrics: expected None"),
         ({"model": other}, "model: expected the one that context_parallel got"),
+        ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches: expected None or False"),
+        ({"args": {"eval_use_gather_object": True}}, "eval_use_gather_object: expected False"),
     ]
 
     def run(rank: int) -> None:
         for change, words in changes:
             with pytest.raises(ValueError, match=words):
                 trained(str(tmp_path), 1, 1, **{"model": model, "cp": context_parallel(model), **change})
+        accelerator = trained(str(tmp_path), 1, 1, model=model, cp=context_parallel(model)).accelerator
+        with pytest.raises(ValueError, match="slice_fn_for_dispatch: expected None"):
+            accelerator.prepare_data_loader([], slice_fn_for_dispatch=len)
+        with pytest.raises(ValueError, match="use_gather_object: expected None, or its default"):
+            accelerator.gather_for_metrics(torch.ones(1), use_gather_object=True)
 
     on_ranks(1, run)
 

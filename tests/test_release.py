@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ringtile.integrations.tested import TESTED
+from ringtile.patterns.tested import TESTED
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

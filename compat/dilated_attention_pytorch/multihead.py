@@ -96,6 +96,7 @@ class BlockSparseRingMultiheadDilatedAttention(SparseMultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `torch.nn.MultiheadAttention.forward`. ``forward(x)`` alone is self-attention, without weights.
 
@@ -112,7 +113,7 @@ class BlockSparseRingMultiheadDilatedAttention(SparseMultiheadAttention):
             )
         key, value = self_attention_if_alone(query, key, value)
         return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, **options
         )
 
 

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringtile.functional import sparse_attention
 from ringtile.patterns import Pattern, from_mask
+from ringtile.patterns.checks import refuse_unknown
 from ringtile.patterns.grammar import as_rule
 
 _DROPPED = -10_000.0
@@ -109,8 +110,11 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **options: object,
 ) -> Tensor:
     """Return `scaled_dot_product_attention` over the pairs that the pattern and its own mask keep."""
+    # PyTorch's function has no signature to read defaults from.
+    refuse_unknown(options, _attend, "a pattern")
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"pattern: expected as many queries as keys, got {query.shape=}, {key.shape=}: "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringtile.functional import sparse_attention
 from ringtile.patterns import Documents, Pattern
+from ringtile.patterns.checks import refuse_unknown
 from ringtile.patterns.grammar import as_rule
 
 
@@ -72,14 +73,13 @@ def _attention_class() -> Any:
             enable_gqa: bool = False,
             is_causal: bool = True,
             out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
-            **options: Any,
+            **options: object,
         ) -> Tensor:
             """Return the output ``[B, N, H, Dv]`` of q, k and v ``[B, N, H, D]``.
 
             ``out_transform`` gets the output and the lse ``[B, N, H]``. Raises ValueError for other options and masks.
             """
-            if given := {name: x for name, x in options.items() if x is not None and x is not False}:
-                raise ValueError(f"options: expected none that ringtile does not support, got {sorted(given)}")
+            refuse_unknown(options, super().forward, "SparseAttention")
             if not isinstance(attention_masks, Pattern | str | None):
                 got = type(attention_masks).__name__
                 raise ValueError(f"attention_masks: expected a Pattern, its text or None, got {got}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ringtile.index import build_index
 from ringtile.modules.masks import read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import tile_weights
 from ringtile.patterns import Causal, Dense, Pattern
-from ringtile.patterns.checks import check_number
+from ringtile.patterns.checks import check_number, refuse_unknown
 from ringtile.patterns.private import refuse
 
 MAX_WEIGHTS = 1 << 24
@@ -154,6 +155,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention. Arguments and results are those of `torch.nn.MultiheadAttention`.
 
@@ -184,6 +186,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         Raises ValueError if shapes or dtypes are invalid, the weights are too large, ``is_causal`` comes without a mask
         and Nq != Nk, or a floating-point mask holds values other than 0 and -inf with a sparse pattern.
         """
+        refuse_unknown(options, nn.MultiheadAttention.forward, "SparseMultiheadAttention")
         given = _Given(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         for name, x in zip(given._fields[:3], given, strict=False):
             if not isinstance(x, Tensor):
@@ -429,6 +432,10 @@ def replace_attention(model: nn.Module, *, pattern: PatternLike | None, attend: 
             f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one{advice}"
         )
     # All are checked before one is changed, so an error leaves the model as it was.
+    wanted, theirs = (signature(kind).parameters for kind in (SparseMultiheadAttention, nn.MultiheadAttention))
+    for module in found:
+        more = {name: getattr(module, name, None) for name in theirs if name not in wanted}
+        refuse_unknown(more, nn.MultiheadAttention.__init__, "SparseMultiheadAttention")
     rules = [checked_rule(pattern, attend, module.num_heads) for module in found]
     for module, rule in zip(found, rules, strict=True):
         # The class changes in place: another module would lose hooks, and places that share this one.

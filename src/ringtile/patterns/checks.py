@@ -2,7 +2,8 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from numbers import Real
 from typing import Any
 
@@ -41,6 +42,19 @@ def check_number(name: str, value: Any, wanted: str, least: float = -math.inf, b
         got = f"a {type(value).__name__}, which would get no gradient" if isinstance(value, Tensor) else repr(value)
         instead = ": write query * scale, with scale=1.0" if isinstance(value, Tensor) and name == "scale" else ""
         raise ValueError(f"{name}: expected {wanted}, got {got}{instead}")
+
+
+def refuse_unknown(options: Mapping[str, object], function: Callable[..., object], owner: str) -> None:
+    """Raise ValueError that names an argument of another library's function that a stand-in would drop.
+
+    None and the default of ``function`` ask for nothing.
+    """
+    if options:
+        parameters = signature(function).parameters
+        for name, x in options.items():
+            default = parameters[name].default if name in parameters else None
+            if x is not None and (type(x) is not type(default) or x != default):
+                raise ValueError(f"{name}: expected None, or its default, which {owner} may drop, got {x!r:.60}")
 
 
 def as_tensor(owner: str, name: str, x: object) -> Tensor:

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_T = TypeVar("_T")
+from ringtile.patterns.tested import TESTED
 
-TESTED = "2.11 to 2.14.1"
-"""Versions of torch that ran all tests."""
+_T = TypeVar("_T")
 
 
 def refuse(name: str, need: str, *_: object) -> NoReturn:
     """Raise NotImplementedError with torch's version, the name and the need."""
     text = f"torch {torch.__version__} has no {name.replace(':', '.')} as ringtile needs it for {need}"
-    raise NotImplementedError(f"{text}; tested with torch {TESTED}")
+    raise NotImplementedError(f"{text}; tested with torch {', '.join(TESTED['torch'])}")
 
 
 def private(name: str, otherwise: str | Callable[..., _T], works: Callable[[Any], object]) -> Callable[..., _T]:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ringtile.index import cache_info
-from ringtile.integrations.tested import TESTED
 from ringtile.kernels import fa4
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.self_test import TileReport, check_tiles
 from ringtile.kernels.select import backend_report, before_native
 from ringtile.kernels.triton import MEASURED_ON
+from ringtile.patterns.tested import TESTED
 from ringtile.tools.machine import machine_facts, versions
 
 OLD_IMPORT_PATH = "dilated_attention_pytorch"

@@ -14,7 +14,7 @@ import ringtile
 
 _SOURCES = (
     *("--", ":/", ":(exclude,top)benchmarks/records", ":(exclude,top)docs", ":(exclude,top)README.md"),
-    ":(exclude,top)src/ringtile/integrations/tested.py",
+    ":(exclude,top)src/ringtile/patterns/tested.py",
 )
 """The files whose changes count. Records, and the files made from them, do not."""
 

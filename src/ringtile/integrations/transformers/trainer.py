@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from ringtile.integrations.transformers.parallel import ContextParallel
+from ringtile.patterns.checks import refuse_unknown
 
 
 class CPTrainer(Trainer):  # type: ignore[misc]
@@ -46,6 +47,8 @@ class CPTrainer(Trainer):  # type: ignore[misc]
             ("model", self.model is not cp.model, "the one that context_parallel got"),
             ("label_smoothing_factor", smoothing != 0, "0, because Trainer would shift the labels of a shard again"),
             ("average_tokens_across_devices", not averages, "True, because each rank has a part of the tokens"),
+            ("dispatch_batches", self.accelerator.dispatch_batches, "None or False, because each rank reads its rows"),
+            ("eval_use_gather_object", args.eval_use_gather_object, "False, because losses are tensors"),
             ("compute_loss_func", self.compute_loss_func is not None, of_shard),
             ("compute_metrics", self.compute_metrics is not None, of_shard),
             ("train_sampling_strategy", balances, "one that does not balance batches between ranks"),
@@ -70,7 +73,8 @@ class CPTrainer(Trainer):  # type: ignore[misc]
         groups = sorted(set(firsts))
         number = groups.index(firsts[dist.get_rank()])
 
-        def prepare(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        def prepare(loader: Any, device_placement: bool | None = None, **options: object) -> Any:
+            refuse_unknown(options, type(accelerator).prepare_data_loader, "CPTrainer")
             return prepare_data_loader(
                 loader,
                 accelerator.device,
@@ -88,8 +92,11 @@ class CPTrainer(Trainer):  # type: ignore[misc]
                 use_stateful_dataloader=accelerator.use_stateful_dataloader,
             )
 
-        def gather(x: Any, use_gather_object: bool = False) -> Any:
+        # Trainer looks for this argument in the signature.
+        def gather(x: Any, use_gather_object: bool = False, **options: object) -> Any:
             """Return the losses of one rank per group, without the rows that fill up the last batch."""
+            options |= {"use_gather_object": use_gather_object}
+            refuse_unknown(options, type(accelerator).gather_for_metrics, "CPTrainer")
             every = accelerator.gather(x).unflatten(0, (len(firsts), -1))[groups].flatten(0, 1)
             state = accelerator.gradient_state
             return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
@@ -102,8 +109,9 @@ class CPTrainer(Trainer):  # type: ignore[misc]
         return super().get_batch_samples(map(self.cp.shard_batch, epoch_iterator), *arguments, **named)
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: object = None, **options: object
     ) -> Any:
+        refuse_unknown(options, Trainer.prediction_step, "CPTrainer")
         if not prediction_loss_only:
             raise ValueError("prediction_loss_only: expected True, got False; logits are those of a shard")
         batch = self._prepare_inputs(self.cp.shard_batch(inputs))

@@ -20,7 +20,6 @@ PACKAGE = Path(__file__).parents[1] / "src" / "ringtile"
 _BALANCERS = "torch.distributed.tensor.experimental._context_parallel._load_balancer:"
 NAMES = {
     "patterns/private.py": [
-        "torch:_C._functorch.peek_interpreter_stack",
         "torch:_C._functorch.is_legacy_batchedtensor",
         "torch:_C._are_functorch_transforms_active",
         "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",

@@ -54,15 +54,9 @@ def call(name: str, need: str, kind: type, *arguments: object) -> Any:
 
 
 is_traced: Callable[[], bool] = resolve_name("torch:jit.is_tracing")
-_peek: Callable[[], object] = private("torch:_C._functorch.peek_interpreter_stack", "torch.func", callable)
-is_transformed = private(
-    "torch:_C._are_functorch_transforms_active",
-    lambda: _peek() is not None,
-    lambda function: type(function()) is bool,
-)
-"""Returns True inside transforms of torch.func."""
-
 # Without these, each call goes through PyTorch's dispatcher, as if something were there to see it, and makes its spans.
+is_transformed = state("torch:_C._are_functorch_transforms_active", True)
+"""Returns True inside transforms of torch.func."""
 n_dispatch_modes = state("torch:_C._len_torch_dispatch_stack", 1)
 n_function_modes = state("torch:_C._len_torch_function_stack", 1)
 is_profiled = state("torch:_C._autograd._profiler_enabled", True)
@@ -95,13 +89,10 @@ is_zero = state("torch:Tensor._is_zerotensor", False, _EMPTY)
 """Returns True for a tensor of zeros without memory. Without the name, they are refused as freed memory."""
 
 
-def _assert_now(holds: Tensor, message: str) -> None:
-    if not holds:
-        raise RuntimeError(message)
-
-
-assert_async = private("torch:_assert_async", _assert_now, lambda function: function(_EMPTY.all(), "") is None)
-"""Raises RuntimeError if a tensor is False, later on a GPU. Without the name, each check waits for the device."""
+assert_async: Callable[[Tensor, str], None] = private(
+    "torch:_assert_async", "checks on the device", lambda function: function(_EMPTY.all(), "") is None
+)
+"""Raises RuntimeError if a tensor is False, later on a GPU."""
 
 tree_leaves = partial(call, "torch.utils._pytree:tree_leaves", "functions of yours", list)
 tree_map: Callable[..., Any] = private("torch.utils._pytree:tree_map", "torch.func", lambda f: f(len, [()]) == [0])
@@ -116,7 +107,7 @@ def outside_vmap_mode() -> AbstractContextManager[object]:
     """Return a context in which PyTorch draws numbers, by which an index finds equal tiles: not so in this mode."""
     key = call("torch:_C._dispatch_key_parse", _BATCHED, object, "VmapMode")
     keys = call("torch:_C.DispatchKeySet", _BATCHED, object, key)
-    guard: AbstractContextManager[object] = call(
+    context: AbstractContextManager[object] = call(
         "torch:_C._ExcludeDispatchKeyGuard", _BATCHED, AbstractContextManager, keys
     )
-    return guard
+    return context

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from ringtile.patterns import private
 
 PACKAGE = Path(__file__).parents[1] / "src" / "ringtile"
 
@@ -154,6 +157,17 @@ def test_the_installed_torch_has_every_private_name() -> None:
         if name not in Path(resolve_name(module).__file__).read_text(encoding="utf-8"):
             gone.append(f"{file}: {name}, which {module} reads")
     assert not gone, f"torch {torch.__version__} has no longer:\n" + "\n".join(gone)
+
+
+def test_a_name_that_has_changed_is_not_used() -> None:
+    assert private.state("torch:compiler.is_compiling", True)() is False
+    assert private.state("torch:compiler.is_compiling", 5)() == 5
+    assert private.state("torch:compiler.no_such_name", 5)() == 5
+    assert private.call("torch:numel", "tests", int, torch.zeros(3)) == 3
+    for name, kind, arguments in (("numel", float, 1), ("numel", int, 2), ("no_such_name", int, 1)):
+        line = rf"^torch {re.escape(torch.__version__)} has no torch\.{name} as ringtile needs it for tests; "
+        with pytest.raises(NotImplementedError, match=line):
+            private.call(f"torch:{name}", "tests", kind, *[torch.zeros(3)] * arguments)
 
 
 def test_without_private_names_results_are_right_or_refused() -> None:

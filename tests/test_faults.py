@@ -511,7 +511,7 @@ def test_another_pytorch_without_its_private_names(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(dist.ProcessGroup, "_get_backend")
     assert process_groups.timeout_of(group) > 0
     monkeypatch.delattr(dist.distributed_c10d, "_get_process_group_store")
-    with pytest.raises(RuntimeError, match=r"group: PyTorch .* does not tell the store of a process group"):
+    with pytest.raises(RuntimeError, match=r"has no torch.* as ringtile needs it for the store of a process group"):
         process_groups.store_of(group)
     # A thread of its own waits for what can be a receive.
     assert process_groups.is_point_to_point(object())

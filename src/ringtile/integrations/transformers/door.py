@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ringtile.integrations.tested import TESTED
+from ringtile.patterns.tested import TESTED
 
 _CACHES = ("cache", "past_key_values")
 """The argument of a module for its cache, in 5.24 and before it."""

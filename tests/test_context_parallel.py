@@ -377,6 +377,7 @@ IDS = torch.ones(1, 300, dtype=torch.int64)
         ({"use_cache": True}, "use_cache: expected False in context parallelism"),
         ({"output_router_logits": True}, "output_router_logits: expected False in context parallelism"),
         ({"past_key_values": object()}, "past_key_values: expected None in context parallelism, got object"),
+        ({"cache": object()}, "cache: expected None in context parallelism, got object"),
     ],
 )
 def test_batches_that_cannot_be_shared_are_refused(change: dict[str, Any], words: str) -> None:

@@ -261,6 +261,7 @@ def test_models_that_cannot_pack_are_refused() -> None:
     [
         ({"use_cache": True}, "use_cache: expected False for packed rows"),
         ({"past_key_values": []}, "use_cache: expected False for packed rows"),
+        ({"cache": []}, "use_cache: expected False for packed rows"),
         ({"attention_mask": torch.ones(3, 1, TOKENS, TOKENS)}, "attention_mask: expected .3, 61. of the tokens"),
         ({"attention_mask": {"full_attention": None}}, "attention_mask: expected .3, 61. of the tokens .* got dict"),
         ({"position_ids": torch.zeros(3, 3, TOKENS)}, "position_ids: expected .3, 61. of the tokens"),

@@ -95,7 +95,7 @@ assert_async: Callable[[Tensor, str], None] = private(
 """Raises RuntimeError if a tensor is False, later on a GPU."""
 
 tree_leaves = partial(call, "torch.utils._pytree:tree_leaves", "functions of yours", list)
-tree_map: Callable[..., Any] = private("torch.utils._pytree:tree_map", "torch.func", lambda f: f(len, [()]) == [0])
+tree_map: Callable[..., Any] = private("torch.utils._pytree:tree_map", "torch.func", lambda f: f(len, [""]) == [0])
 
 _BATCHED = "is_grads_batched=True"
 is_batched_gradient = partial(call, "torch:_C._functorch.is_legacy_batchedtensor", _BATCHED, bool)

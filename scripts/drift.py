@@ -66,7 +66,8 @@ class Finder:
 
     def __init__(self, change: Change, folder: str) -> None:
         self.change, self.folder = change, folder
-        self.edits = 0
+        self.defined: set[str] = set()
+        """Classes and functions of files of transformers that have changed."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name.partition(".")[0] not in ("transformers", "tiny", "drift_cases"):
@@ -77,7 +78,8 @@ class Finder:
             before = Path(origin).read_text(encoding="utf-8")
             after = edited(self.change, origin, before)
             if after != before:
-                self.edits += origin not in USERS
+                if origin not in USERS:
+                    self.defined |= set(re.findall(r"^ *(?:class|def) (\w{8,})", before, re.MULTILINE))
                 spec.origin = os.path.join(self.folder, *name.split(".")) + ".py"
                 os.makedirs(os.path.dirname(spec.origin), exist_ok=True)
                 Path(spec.origin).write_text(after, encoding="utf-8")
@@ -124,14 +126,16 @@ def doors(name: str, model: Any) -> Iterator[tuple[Any, list[Any]]]:
             yield model, losses
 
 
-def outcome_of(error: BaseException, change: Change, phase: str) -> dict[str, str]:
+def outcome_of(error: BaseException, finder: Finder, phase: str) -> dict[str, str]:
     """What an error is: a refusal in one line of ringtile that names what changed, or not."""
     said, frames = str(error).strip(), traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if frame.filename.startswith(OURS)]
     raised = bool(ours) and frames[-1] is ours[-1] and (ours[-1].line or "").startswith("raise")
-    # A file and a function of eager attention are no names of what changed.
-    words = re.findall(r"[A-Za-z_]\w{2,}", f"{change.function} {change.detail.partition(' models/')[0]}")
-    names = any(word in said for word in (*words, FACTOR, MASK))
+    # The thing, or a function or class around it.
+    words = set(re.findall(r"\w{3,}", said))
+    detail = finder.change.detail.partition(" models/")[0]
+    changed = re.findall(r"[A-Za-z_]\w{2,}", f"{finder.change.function} {detail}")
+    names = words & {*changed, FACTOR, MASK, *finder.defined}
     refused = raised and isinstance(error, ValueError | ImportError) and "\n" not in said
     return {
         "outcome": "crash" if not refused else "refused" if names else "vague",
@@ -174,12 +178,14 @@ def errors_of_threads() -> Iterator[list[BaseException]]:
     yield raised
 
 
-def run_case(name: str, change: Change, before: Any = None) -> tuple[dict[str, Any], BaseException | None]:
+def run_case(name: str, finder: Finder, before: Any = None) -> tuple[dict[str, Any], BaseException | None]:
     """Run a case with eager attention and with ringtile. ``before`` is what both had without the change."""
     import torch
     from drift_cases import CASES, Doubled, built
 
     case, raised = CASES[name], []
+    # These change eager attention, and no other implementation.
+    only_eager = finder.change.kind in ("move mask", "new argument")
     try:
         eager, model = built(case), built(case)
         with torch.no_grad(), Doubled():
@@ -195,10 +201,16 @@ def run_case(name: str, change: Change, before: Any = None) -> tuple[dict[str, A
         more = [x.detach() for x in more]
     except Exception as error:
         known = (*raised, error)[0]
-        return outcome_of(known, change, phase), known
+        return outcome_of(known, finder, phase), known
     result: dict[str, Any] = {"outcome": "right", "values": (expected, more)}
     if said := differ(expected, found, case.tolerance):
         result |= {"outcome": "silent", "said": said}
+        with contextlib.suppress(Exception):
+            other = built(case, "sdpa")
+            with torch.no_grad(), Doubled():
+                # Without a mask, eager attention attends to all keys, and others do not.
+                if not only_eager and not differ(case.run(other, None), found, case.tolerance):
+                    result |= {"outcome": "right", "said": "as sdpa"}
     elif before is not None and not differ(before[0], expected, case.tolerance):
         # The meaning is the same, and so is what has no judge.
         if said := differ(before[1], more, 1e-5):
@@ -225,10 +237,11 @@ def judge(change: Change, before: dict[str, Any], verbose: bool) -> list[dict[st
             return [{"outcome": "void", "said": f"{type(error).__name__}: {error}"[:200]}]
         found = []
         for name in change.cases:
-            result, error = run_case(name, change, before.get(name))
+            result, error = run_case(name, finder, before.get(name))
             if error is not None and verbose:
                 traceback.print_exception(error)
-            if result.pop("values", None) is not None and not finder.edits:
+            result.pop("values", None)
+            if not finder.defined:
                 result |= {"outcome": "void", "said": "the file that changes was not loaded"}
             found.append({"case": name} | result)
         return found
@@ -289,7 +302,7 @@ def trace(name: str) -> tuple[str, dict[str, Any], Any]:
 
 def computed(name: str) -> Any:
     """What eager attention and ringtile compute without a change."""
-    result, error = run_case(name, Change("", "", "", "", ()))
+    result, error = run_case(name, Finder(Change("", "", "", "", ()), ""))
     if result["outcome"] != "right":
         raise SystemExit(f"{name}, without a change: {result['outcome']}, {result['said']}") from error
     return result["values"]

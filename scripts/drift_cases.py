@@ -40,11 +40,11 @@ class Case(NamedTuple):
     tolerance: float = 1e-9
 
 
-def built(case: Case) -> Any:
+def built(case: Case, attention: str = "eager") -> Any:
     """Return the model in float64, with weights that make attention sharp."""
     made, config = case.make()
     torch.manual_seed(0)
-    model: Any = made._from_config(config, attn_implementation="eager")  # type: ignore[attr-defined]
+    model: Any = made._from_config(config, attn_implementation=attention)  # type: ignore[attr-defined]
     if any("experts" in name for name, _ in model.named_modules()):
         # The others have no float64.
         model.set_experts_implementation("eager")

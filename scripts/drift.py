@@ -12,7 +12,8 @@ changed transformers. If that fails, the change is void, and another is drawn.
 Left out are changes of eager attention itself and of masks of all pairs: the arguments of attention and the rules of
 masks say what they compute, and other implementations would not change either.
 
-A run that is stopped goes on where it was, unless transformers or the sources of ringtile have changed.
+A run that is stopped goes on where it was, unless transformers or the sources of ringtile have changed. With other
+sources of ringtile alone, the draw is the same, so that runs can be compared: see --fresh.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from drift_edits import FACTOR, MASK, ROOT, USERS, Change, edited
+from drift_edits import FACTOR, FOLDER, MASK, NEW, ROOT, USERS, Change, edited
 from drift_trace import Recorder, drawn
 
 RECORD = ROOT / "benchmarks/records/drift.json"
@@ -82,6 +83,8 @@ class Finder:
                     self.defined |= set(re.findall(r"^ *(?:class|def) (\w{8,})", before, re.MULTILINE))
                 spec.origin = os.path.join(self.folder, *name.split(".")) + ".py"
                 os.makedirs(os.path.dirname(spec.origin), exist_ok=True)
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    os.symlink(FOLDER + "__init__.py", os.path.join(self.folder, "transformers/__init__.py"))
                 Path(spec.origin).write_text(after, encoding="utf-8")
                 spec.loader = Loader(name, spec.origin)
         return spec
@@ -132,7 +135,7 @@ def outcome_of(error: BaseException, finder: Finder, phase: str) -> dict[str, st
     ours = [frame for frame in frames if frame.filename.startswith(OURS)]
     raised = bool(ours) and frames[-1] is ours[-1] and (ours[-1].line or "").startswith("raise")
     # The thing, or a function or class around it.
-    words = set(re.findall(r"\w{3,}", said))
+    words = {word.removesuffix(NEW) for word in re.findall(r"\w{3,}", said)}
     detail = finder.change.detail.partition(" models/")[0]
     changed = re.findall(r"[A-Za-z_]\w{2,}", f"{finder.change.function} {detail}")
     names = words & {*changed, FACTOR, MASK, *finder.defined}
@@ -349,10 +352,9 @@ def worst(results: list[dict[str, Any]]) -> dict[str, Any]:
     return min(results, key=lambda result: order.index(result["outcome"]))
 
 
-def key_of_run() -> str:
-    """A text that changes with everything that a result depends on."""
-    files = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").glob("drift*.py"), ROOT / "tests/tiny.py"])
-    content = b"".join(file.read_bytes() for file in files)
+def key_of(files: Iterable[Path]) -> str:
+    """A text that changes with transformers and the files."""
+    content = b"".join(file.read_bytes() for file in sorted(files))
     return f"{importlib.metadata.version('transformers')} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
@@ -364,8 +366,9 @@ def resumed(key: str) -> dict[str, dict[str, Any]]:
     return {line["change"]: line for line in lines if line["key"] == key}
 
 
-def traced(cases: Iterable[str], key: str, say: Callable[[str], None]) -> dict[str, tuple[str, dict[str, Any], Any]]:
+def traced(cases: Iterable[str], say: Callable[[str], None]) -> dict[str, tuple[str, dict[str, Any], Any]]:
     """What ringtile touches in each case, and what it computes. Those of earlier runs are in a file."""
+    key = key_of([ROOT / "tests/tiny.py", *(ROOT / "scripts").glob("drift_*.py")])
     known = pickle.loads(TRACES.read_bytes()) if TRACES.exists() else {}
     all_known = known.get(key, {})
     found = {name: all_known[name] for name in cases if name in all_known}
@@ -458,25 +461,29 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="changes with TEXT in their text")
     parser.add_argument("--change", metavar="TEXT", action="append", help="this change, by its text; can be repeated")
     parser.add_argument("--list", action="store_true", help="print all changes that can be drawn")
-    parser.add_argument("--fresh", action="store_true", help="forget an earlier run")
+    parser.add_argument("--fresh", action="store_true", help="look again at what ringtile touches, and forget results")
     args = parser.parse_args()
+    if args.fresh:
+        DONE.unlink(missing_ok=True)
+        TRACES.unlink(missing_ok=True)
     on_terminal = sys.stderr.isatty()
 
     def say(text: str) -> None:
         if on_terminal:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
-    cases, key = preload(), key_of_run()
+    cases, key = (
+        preload(),
+        key_of([ROOT / "tests/tiny.py", *(ROOT / "scripts").glob("drift*.py"), *(ROOT / "src").rglob("*.py")]),
+    )
     if args.change:
         return run_changes([Change.read(text) for text in args.change])
-    traces = traced(cases, key, say)
+    traces = traced(cases, say)
     changes = drawn({name: it[:2] for name, it in traces.items()}, SEED)
     changes = [change for change in changes if args.only in str(change)]
     if args.list:
         print(*changes, sep="\n")
         return 0
-    if args.fresh:
-        DONE.unlink(missing_ok=True)
     try:
         results = results_of(changes, {name: it[2] for name, it in traces.items()}, args.changes, key, say)
     except KeyboardInterrupt:

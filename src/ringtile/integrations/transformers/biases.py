@@ -363,6 +363,12 @@ _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
     "DebertaV2Encoder": {"get_attention_mask": _mask_deberta, "get_rel_pos": _positions_deberta},
     "DisentangledSelfAttention": {"forward": _attend_deberta},
 }
+_TOGETHER = (
+    ("MPNetEncoder", "MPNetSelfAttention"),
+    ("ParakeetEncoder", "ParakeetEncoderAttention"),
+    ("DebertaV2Encoder", "DisentangledSelfAttention"),
+)
+"""Classes of which the first hands the second what only its replacement reads."""
 _BY_HAND = set("bloom mpt granite_speech granite_speech_plus deberta_v2 wavlm mpnet swinv2 swin2sr donut".split())
 """Files of models whose attention is written by hand, and replaced here."""
 
@@ -374,6 +380,10 @@ def is_replaced(kind: type) -> bool:
 
 def replace_biases(model: nn.Module) -> None:
     """Have the modules of a model that compute a bias hand it over, in place. They keep their weights."""
+    classes = {type(module).__name__ for module in model.modules()}
+    for pair in _TOGETHER:
+        if len(missing := set(pair) - classes) == 1:
+            raise ValueError(f"model: expected modules of {' and '.join(pair)}, got no {missing.pop()}")
     replace_methods(model, _REPLACED)
     for module in model.modules():
         if "compute_bias" in module.__dict__:

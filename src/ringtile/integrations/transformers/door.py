@@ -21,13 +21,14 @@ _CACHES = ("cache", "past_key_values")
 _PAGED = "generation.continuous_batching.cache"
 _PARTS = {
     "attention": {
-        "modeling_utils:AttentionInterface.register": "",
+        "modeling_utils:AttentionInterface.register": "key value",
         "modeling_utils:PreTrainedModel.set_attn_implementation": "",
         "modeling_utils:ALL_ATTENTION_FUNCTIONS": "",
         "configuration_utils:PreTrainedConfig()._attn_implementation": "",
         "configuration_utils:PreTrainedConfig()._attn_implementation_internal": "",
         "configuration_utils:PreTrainedConfig.get_text_config": "",
-        "masking_utils:AttentionMaskInterface.register": "",
+        "configuration_utils:PreTrainedConfig.model_type": "",
+        "masking_utils:AttentionMaskInterface.register": "key value",
         "masking_utils:causal_mask_function": "",
         "masking_utils:bidirectional_mask_function": "",
         "masking_utils:eager_mask": "attention_mask",
@@ -46,7 +47,10 @@ _PARTS = {
         "cache_utils:DynamicCache().offloading": "",
     },
     "continuous batching": {f"{_PAGED}:PagedAttentionCache.update": "key_states value_states layer_idx kwargs"},
-    "rounded pages": {f"{_PAGED}:ATTN_TYPE_TO_ALLOCATOR": ""},
+    "rounded pages": {
+        f"{_PAGED}:ATTN_TYPE_TO_ALLOCATOR": "",
+        f"{_PAGED}:FullAttentionCacheAllocator.get_bytes_per_page": "",
+    },
 }
 """The parts of transformers that each feature needs, and the arguments that ringtile passes to them."""
 
@@ -174,6 +178,13 @@ def check_parts(feature: str) -> None:
         for argument in arguments.split():
             if argument not in known:
                 raise ImportError(f"{_tested()}: expected an argument {argument} of {path} for {feature}, got none")
+
+
+def check_attributes(owner: Any, feature: str, names: str) -> None:
+    """Raise ImportError if an object of transformers lacks an attribute that a feature needs."""
+    for name in names.split():
+        if not hasattr(owner, name):
+            raise ImportError(f"{_tested()}: expected {type(owner).__name__}.{name} for {feature}, got none")
 
 
 def _words(node: ast.AST) -> Iterator[str]:

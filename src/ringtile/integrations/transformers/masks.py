@@ -209,10 +209,16 @@ def _is_exporting() -> bool:
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
-def _closure(function: MaskFunction) -> dict[str, Any]:
+def _read(function: MaskFunction) -> tuple[str, dict[str, Any]]:
+    """Return the name of a mask function that is known, or an empty text, and what its closure holds."""
+    module, name = function.__module__, function.__qualname__.partition(".")[0]
+    of_gemma = (module, name) == ("transformers.models.gemma3.modeling_gemma3", "Gemma3TextModel")
+    # A function of a model's own file may have a known name and another meaning.
+    if not of_gemma and not (module.startswith("transformers.") and is_known(module, name)):
+        return "", {}
     # The only place where the window or the padding of a mask function is written.
     cells = function.__closure__ or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    return name, dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
 def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shard: bool = False) -> Pattern | None:
@@ -221,12 +227,7 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
     Documents, chunks and groups follow from the tokens of the call. In a graph, without ``n_keys``, they are not known.
     On a shard of a sequence they mean nothing: documents are left out, and groups are not known.
     """
-    # A function of a model's own file may have a known name and another meaning.
-    if function.__module__ not in ("transformers.masking_utils", "transformers.models.gemma3.modeling_gemma3"):
-        return None
-    name, values = function.__qualname__.partition(".")[0], _closure(function)
-    if name != "Gemma3TextModel" and not is_known(function.__module__, name):
-        return None
+    name, values = _read(function)
     here = slice(first, first + (n_keys or 0))
     read = partial(read_rule, first=first, n_keys=n_keys, on_shard=on_shard)
     match name:
@@ -270,9 +271,7 @@ def _documents(ids: Tensor) -> Documents | None:
 
 def packed_ids(function: MaskFunction) -> Tensor | None:
     """Return the document of each token ``[B, N]``, if a mask function keeps packed documents apart."""
-    if function.__module__ != "transformers.masking_utils":
-        return None
-    name, values = function.__qualname__.partition(".")[0], _closure(function)
+    name, values = _read(function)
     if name == "packed_sequence_mask_function":
         ids: Tensor = values["packed_sequence_mask"]
         return ids
@@ -304,9 +303,10 @@ def _joined(join: Callable[[Pattern, Pattern], Pattern], parts: list[Pattern | N
 
 def _groups(function: MaskFunction, here: slice) -> Pattern | None:
     """Return the rule of tokens, such as those of an image, that all attend to their group, and each to itself."""
-    if not function.__qualname__.startswith("blockwise_overlay."):
+    name, values = _read(function)
+    if name != "blockwise_overlay":
         return None
-    ids = _closure(function)["block_sequence_ids"][:, here].long()
+    ids = values["block_sequence_ids"][:, here].long()
     # Tokens outside groups have -1. Each gets a negative number of its own, (-2, -3, ...), and sees itself alone.
     alone = -2 - torch.arange(ids.shape[1], device=ids.device)
     try:

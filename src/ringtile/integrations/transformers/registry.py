@@ -26,7 +26,7 @@ from ringtile.integrations.transformers.attention import (
 )
 from ringtile.integrations.transformers.biases import is_replaced, replace_biases
 from ringtile.integrations.transformers.by_hand import CONVERTED, convert, replace_methods
-from ringtile.integrations.transformers.door import check_cache, check_parts
+from ringtile.integrations.transformers.door import check_attributes, check_cache, check_parts
 from ringtile.integrations.transformers.indexers import INDEXERS
 from ringtile.integrations.transformers.masks import CHOSEN, is_streamed, pattern_mask
 from ringtile.integrations.transformers.packing import pack_rows
@@ -202,13 +202,13 @@ def use_ringtile(
         inside = sorted({type(part).__name__ for part in parts_of(model)}) if isinstance(given, nn.Module) else []
         got = f"{type(model).__name__}; pass the {' or '.join(inside)} in it" if inside else repr(model)
         raise ValueError(f"model: expected a model of transformers, got {got}")
-    kind = model.config.model_type
     check_layers("attend", attend, model)
     check_layers("decode", decode, model)
     if is_stateful(attend):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)
     register_pair(CHOSEN, _attend_chosen, pattern_mask)
+    kind = model.config.model_type
     if kind in CONVERTED:
         for argument, given in (("pattern", pattern), ("attend", attend), ("decode", decode), ("pack", pack or None)):
             if given is not None:
@@ -315,6 +315,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     """
     config: Any = model.config
     config = config.get_text_config()
+    check_attributes(config, "calibration", "num_attention_heads num_hidden_layers")
     heads = config.num_attention_heads
     known = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ringtile.integrations.transformers.door import check_attributes
 from ringtile.kernels.contracts import in_bytes
 
 Rounding = Literal["bfloat16", "int8"]
@@ -50,6 +51,7 @@ def _with_rounding(plain: Any, names: dict[str, Rounding]) -> Any:
             if dtype != cache_dtype:
                 self.rounded_to, self.room = dtype, _SCALE_BYTES if dtype == torch.int8 else 0
             super().__init__(config=config, cache_dtype=dtype, **given)
+            check_attributes(self, "rounded pages", "head_dim")
             self.head_dim += self.room
 
         def get_bytes_per_page(self, heads: int, head_dim: int, dtype: torch.dtype, size: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers.attention import KEPT, SOFTMAX, pattern_of_layer, softmax_of
-from ringtile.integrations.transformers.door import check_cache, check_parts, refuse_unknown
+from ringtile.integrations.transformers.door import check_attributes, check_cache, check_parts, refuse_unknown
 from ringtile.integrations.transformers.registry import parts_of, register_pair, switch_back_of
 from ringtile.integrations.transformers.rounded_pages import Rounding, register_roundings, restored, rounded
 from ringtile.patterns import Causal, Window
@@ -30,6 +30,8 @@ _NAME = "ringtile_flash"
 """transformers builds one mask over all requests, unless the name of an implementation contains "flash"."""
 _OF_STEPS = "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_processor_args"
 """The arguments of a step that say which tokens belong to which request, and where the pages hold their keys."""
+_OF_PAGES = "block_physical_stride get_cache_for_block_table index layer_type supports_block_table tokens_per_page"
+"""The attributes of transformers' record of the pages of a layer that say where its keys lie."""
 _ROUNDINGS: dict[str, Rounding] = {f"{_NAME}_bfloat16": "bfloat16", f"{_NAME}_int8": "int8"}
 
 
@@ -152,6 +154,8 @@ def _attend_paged(
             "leave the context of continuous_batching for other calls"
         )
     refuse_unknown(options, *SOFTMAX, *_OF_STEPS)
+    if missing := [name for name in _OF_STEPS[:4] if name not in options]:
+        raise ValueError(f"{missing[0]}: expected one in a step of continuous batching, got none")
     rule = Causal() if sliding_window is None else Causal() & Window(sliding_window - 1)
     if (chosen := getattr(module, KEPT, None)) is not None:
         pattern = pattern_of_layer(chosen.pattern, module)
@@ -206,6 +210,8 @@ def _by_key_head(query: Tensor, key: Tensor) -> Tensor:
 def _pages_of_step(allocator: Any, options: dict[str, Any]) -> _Pages | None:
     """Return where the keys of a layer lie in this step, or None if they must be gathered."""
     read, known = options["read_index"], _steps.get(allocator)
+    if known is None:
+        check_attributes(allocator, "continuous batching", _OF_PAGES)
     if known is None or known[0] is not read:
         keys = options["cu_seq_lens_k"][allocator.layer_type]
         known = _steps[allocator] = read, _found_pages(allocator, read[allocator.index], options["cu_seq_lens_q"], keys)

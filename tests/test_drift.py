@@ -25,7 +25,7 @@ drop parameter |  | MistralForCausalLM.forward | inputs_embeds | context paralle
 new default | masking_utils.py | eager_mask | q_offset 1 | mpnet
 rename field |  |  | use_cache | pack
 rename local | masking_utils.py | and_masks | mask_functions | gpt-oss
-swap steps | models/minimax_m3_vl/modeling_minimax_m3_vl.py | MiniMaxM3VLIndexer.forward | 7 | losses minimax m3
+rename name |  |  | or_masks | gemma3 with images
 """,
     "refused": """
 drop attribute | models/swin/modeling_swin.py | SwinAttention | attention_dropout | swin
@@ -34,6 +34,7 @@ models/gemma3/modeling_gemma3.py::eager_attention_forward | gemma3
 new argument | models/t5/modeling_t5.py | T5Attention.forward | 16 \
 models/t5/modeling_t5.py::T5Attention.compute_bias | t5
 drop parameter |  | T5Attention._relative_position_bucket | max_distance | t5
+swap steps | models/minimax_m3_vl/modeling_minimax_m3_vl.py | MiniMaxM3VLIndexer.forward | 7 | losses minimax m3
 change constant | models/qwen4_exp/modeling_qwen4_exp.py | Qwen4ExpTextQSAIndexer.forward | 6 | qwen4
 rename argument |  |  | attention_dists | granite speech
 rename argument |  |  | kv_length | beams

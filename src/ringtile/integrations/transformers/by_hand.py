@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
-from ringtile.integrations.transformers.door import check_method, part_of, refuse_unknown
+from ringtile.integrations.transformers.door import check_method, part_of, refuse_other, refuse_unknown
 from ringtile.integrations.transformers.masks import is_streamed
 from ringtile.patterns import Blocks, Window
 
@@ -38,7 +38,11 @@ def _as_written(
 ) -> Any:
     """Call a method of a module that `replace_methods` replaced, or its own after a switch to another attention."""
     if is_streamed(config):
-        return compute(module, *given, **named)
+        try:
+            return compute(module, *given, **named)
+        except AttributeError as error:
+            refuse_other(error, module)
+            raise
     if name == "compute_bias" and not hasattr(module, "relative_attention_bias"):
         return torch.zeros((), dtype=torch.float32, device="cpu")
     return getattr(type(module), name)(module, *given, **named)

@@ -180,6 +180,14 @@ def check_parts(feature: str) -> None:
                 raise ImportError(f"{_tested()}: expected an argument {argument} of {path} for {feature}, got none")
 
 
+def refuse_other(error: AttributeError, module: nn.Module) -> None:
+    """Raise ValueError in place of an error that says that a module lacks an attribute."""
+    if str(error).startswith(f"'{type(module).__name__}' object has no"):
+        raise ValueError(
+            f"model: {error} that ringtile needs in {_tested()}; use attn_implementation='eager'"
+        ) from error
+
+
 def check_attributes(owner: Any, feature: str, names: str) -> None:
     """Raise ImportError if an object of transformers lacks an attribute that a feature needs."""
     for name in names.split():

@@ -58,6 +58,12 @@ class Encodes:
             progress.say(f"Encodes: left out, {self.left_out}")
             return
         model, tokens = self._model_and_tokens()
+        model.set_attn_implementation(RINGTILE)
+        if model.config._attn_implementation != RINGTILE:
+            # It only logs that it stays as it was.
+            self.left_out = "this transformers writes the attention of ModernBERT by hand"
+            progress.say(f"Encodes: left out, {self.left_out}")
+            return
         layers, dense = model.config.num_hidden_layers, model.config.layer_types.count("full_attention")
         progress.say(
             f"Encodes: a ModernBERT with random weights, {layers} layers of width {model.config.hidden_size}, {dense} "

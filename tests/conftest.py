@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 _REFUSED = re.compile(
     "is written by hand|No module named 'transformers|module transformers has no attribute|for .*, got none$"
-    "|computes with it|does not support an attention implementation through"
+    "|cannot import name '.*' from 'transformers|computes with it|does not support an attention implementation through"
 )
 _FAILS_THERE = {
     "test_beams_lookup_and_chunks[prompt_lookup_num_tokens]": "its lookup needs a token that ends",
@@ -96,6 +96,11 @@ _FAILS_THERE = {
     "test_a_model_without_a_class_has_the_first_that_fits[T5": "it has more parts by hand",
     "test_a_pattern_of_an_encoder_is_measured": "it has more parts by hand",
     "test_the_report_has_a_line_per_result": "it has more parts by hand",
+    "test_encoders_are_compared_and_then_timed": "it has more parts by hand",
+    "test_an_encoder_with_wrong_outputs_is_not_timed": "it has more parts by hand",
+    "test_the_whole_demo": "it has more parts by hand",
+    "test_docstring_examples[ringtile.integrations.transformers.indexers": "it has no DeepSeek-V3.2",
+    "test_docstring_examples[ringtile.integrations.transformers.serving": "its cache has another interface",
 }
 """Tests that fail by what transformers itself does in the oldest version that ringtile supports."""
 

@@ -281,6 +281,17 @@ def test_an_encoder_with_wrong_outputs_is_not_timed(wrong, monkeypatch, capsys, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_encoder_that_stays_as_it_was_is_left_out(monkeypatch, capsys):
+    from transformers import ModernBertModel
+
+    monkeypatch.setattr(ModernBertModel, "set_attn_implementation", lambda self, name: None)
+    act = SMALL_ENCODER()
+    act.run(Progress())
+    assert "by hand" in act.left_out
+    assert not act.has_figures
+    assert capsys.readouterr().out == f"Encodes: left out, {act.left_out}\n"
+
+
 def test_without_transformers_the_encoder_is_left_out(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run("--only", "encodes", "--json", "--out", str(tmp_path)) == 0

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ringtile import sparse_attention
 from ringtile.index import cache_info
-from ringtile.integrations.transformers import biases, by_hand, register, use_ringtile
+from ringtile.integrations.transformers import biases, by_hand, register, registry, use_ringtile
 from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import PatternMask, pairs
 from ringtile.integrations.transformers.registry import OLDEST
@@ -782,6 +782,15 @@ def test_a_model_that_ignores_the_name_is_not_built(name: str) -> None:
     with pytest.raises(ValueError, match=rf"model: expected parts that use .* got .*{part}"):
         use_ringtile(model)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["OpenAIGPT", "FSMT"])
+def test_a_class_called_attention_is_written_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers 5.5 takes its name for that of no attention.
+    made = getattr(hf, f"{name}Model")
+    monkeypatch.setattr(made, "_can_set_attn_implementation", classmethod(lambda _: True))
+    registry._is_by_hand.cache_clear()
+    assert registry._is_by_hand(made)
 
 
 def test_a_part_that_ignores_the_name_is_not_built() -> None:

@@ -108,7 +108,7 @@ _WITHOUT_EFFECT = set(
     "cache_position deterministic encoder_hidden_states image_sizes index inputs_embeds is_causal "
     "labels logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states "
     "output_router_logits position_ids return_dict shift_labels sliding_window token_type_ids "
-    "use_cache".split()
+    "use_cache user_cache".split()
 )
 """Arguments that change no attention: the keys and their mask say the same."""
 

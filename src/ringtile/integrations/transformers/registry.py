@@ -41,6 +41,7 @@ OLDEST = (5, 5)
 
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
 _OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
+_OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(.*nn\.Module", re.MULTILINE)
 _OWN_SCORES = set(
     "DogeAttention EsmFold2DiffusionAttention InformerProbSparseAttention InklingAttention Inkling2FullAttention "
     "Inkling2LoopFullAttention Inkling2LoopSlidingAttention Inkling2SlidingAttention "
@@ -154,7 +155,7 @@ def _is_by_hand(kind: Any) -> bool:
         source = getsource(sys.modules[kind.__module__])
         # Code for an older transformers looks the function up in this dict, and a notebook has no source. A model that
         # looks up a class instead raises a KeyError when it is built, or ignores a later choice.
-        by_name = kind._can_set_attn_implementation() or "ALL_ATTENTION_FUNCTIONS" in source
+        by_name = "ALL_ATTENTION_FUNCTIONS" in source or not _OWN_ATTENTION.search(source)
         return not by_name or bool(_OWN_CLASSES.search(source))
     except (KeyError, OSError, TypeError):
         return False

@@ -574,7 +574,10 @@ def judge(change: Change, checks: list[Callable[[], None]]) -> dict[str, str]:
             named = told or isinstance(error, ValueError)
             one_line = named and "\n" not in said and last.filename.startswith(OURS)
             outcome = {"outcome": "refused" if one_line else "crash", "check": check.__name__}
-            outcome |= {"said": f"{type(error).__name__}: {said}"[:400], "where": f"{last.filename}:{last.lineno}"}
+            outcome |= {
+                "said": f"{type(error).__name__}: {said}"[:400],
+                "where": f"{last.filename.removeprefix(OURS)}:{last.lineno}",
+            }
             if not one_line:
                 return outcome
     return outcome

@@ -432,10 +432,10 @@ def replace_attention(model: nn.Module, *, pattern: PatternLike | None, attend: 
             f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one{advice}"
         )
     # All are checked before one is changed, so an error leaves the model as it was.
-    wanted, theirs = (signature(kind).parameters for kind in (SparseMultiheadAttention, nn.MultiheadAttention))
+    more = signature(nn.MultiheadAttention).parameters.keys() - signature(SparseMultiheadAttention).parameters
     for module in found:
-        more = {name: getattr(module, name, None) for name in theirs if name not in wanted}
-        refuse_unknown(more, nn.MultiheadAttention.__init__, "SparseMultiheadAttention")
+        options = {name: getattr(module, name, None) for name in more}
+        refuse_unknown(options, nn.MultiheadAttention, "SparseMultiheadAttention")
     rules = [checked_rule(pattern, attend, module.num_heads) for module in found]
     for module, rule in zip(found, rules, strict=True):
         # The class changes in place: another module would lose hooks, and places that share this one.

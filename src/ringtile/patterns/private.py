@@ -71,7 +71,7 @@ def _outside(name: str, is_inside: Callable[[], object]) -> Callable[[], Abstrac
     """Return a private context manager, or without it one that does nothing, and refuses where it is needed."""
 
     def otherwise() -> AbstractContextManager[object]:
-        return refuse(name, "indices made there") if is_inside() else nullcontext()
+        return refuse(name, "indices made inside") if is_inside() else nullcontext()
 
     return private(name, otherwise, lambda context: context().__exit__)
 

@@ -118,6 +118,14 @@ def test_the_texts_of_hy_v4_vl_are_those_of_hy_v4() -> None:
     assert len(losses) == 2
 
 
+def test_a_text_model_may_hand_its_tokens_to_attention() -> None:
+    eager, mine = (model.get_decoder() for model in both("glm5_next", "use_ringtile"))
+    mask = padding("left")
+    inputs = {"input_ids": torch.randint(3, 97, (3, TOKENS)), "attention_mask": mask.long()}
+    with Doubled():
+        assert_equal_models(eager, mine, mask, 1e-10, **inputs)
+
+
 def test_padding_on_the_left_is_read_by_some_models() -> None:
     tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")
     other = torch.where(mask, tokens, 5)

@@ -51,7 +51,9 @@ DONE, TRACES = ROOT / ".venv/drift.jsonl", ROOT / ".venv/drift.traces"
 OURS = str(ROOT / "src/ringtile") + os.sep
 SEED, LEAST, SECONDS = 5, 300, 120
 """Of the draw; changes that are not void; for one change."""
-FAILURES = ("silent", "crash", "vague")
+FAILURES = ("silent", "crash")
+"""Outcomes that must not be. A vague one is a refusal in one line that names something else than what changed."""
+TOOL = [ROOT / "tests/tiny.py", *(ROOT / f"scripts/drift_{part}.py" for part in ("cases", "edits", "trace"))]
 DEAD = [{"outcome": "crash", "said": "the process died"}]
 
 
@@ -364,7 +366,7 @@ def resumed(key: str) -> dict[str, dict[str, Any]]:
 
 def traced(cases: Iterable[str], say: Callable[[str], None]) -> dict[str, tuple[str, dict[str, Any], Any]]:
     """What ringtile touches in each case, and what it computes. Those of earlier runs are in a file."""
-    key = key_of([ROOT / "tests/tiny.py", *(ROOT / "scripts").glob("drift_*.py")])
+    key = key_of(TOOL)
     known = pickle.loads(TRACES.read_bytes()) if TRACES.exists() else {}
     all_known = known.get(key, {})
     found = {name: all_known[name] for name in cases if name in all_known}
@@ -376,8 +378,8 @@ def traced(cases: Iterable[str], say: Callable[[str], None]) -> dict[str, tuple[
         if found[name] is None:
             print(f"{name}: fails without a change", file=sys.stderr)
             del found[name]
-    TRACES.parent.mkdir(exist_ok=True)
-    TRACES.write_bytes(pickle.dumps({key: all_known | found}))
+        TRACES.parent.mkdir(exist_ok=True)
+        TRACES.write_bytes(pickle.dumps({key: all_known | found}))
     return found
 
 
@@ -468,32 +470,26 @@ def main() -> int:
         if on_terminal:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
-    cases, key = (
-        preload(),
-        key_of([ROOT / "tests/tiny.py", *(ROOT / "scripts").glob("drift*.py"), *(ROOT / "src").rglob("*.py")]),
-    )
+    cases, key = preload(), key_of([*TOOL, Path(__file__), *(ROOT / "src").rglob("*.py")])
     if args.change:
         return run_changes([Change.read(text) for text in args.change])
-    traces = traced(cases, say)
-    changes = drawn({name: it[:2] for name, it in traces.items()}, SEED)
-    changes = [change for change in changes if args.only in str(change)]
-    if args.list:
-        print(*changes, sep="\n")
-        return 0
     try:
+        traces = traced(cases, say)
+        changes = drawn({name: it[:2] for name, it in traces.items()}, SEED)
+        changes = [change for change in changes if args.only in str(change)]
+        if args.list:
+            print(*changes, sep="\n")
+            return 0
         results = results_of(changes, {name: it[2] for name, it in traces.items()}, args.changes, key, say)
     except KeyboardInterrupt:
-        print(
-            f"\nstopped; the results are in {DONE.relative_to(ROOT)}, and the next run goes on from there",
-            file=sys.stderr,
-        )
+        print(f"\nstopped: the next run goes on from {DONE.relative_to(ROOT)}", file=sys.stderr)
         return 130
     record = recorded(results)
     say("")
     if not args.only and record["changes"] >= LEAST:
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for line in record["not right"]:
-        if line["outcome"] in FAILURES:
+        if line["outcome"] != "refused":
             print(f"{line['outcome']}: {line['change']}\n    {line.get('where', '')} {line['said']}")
     print(f"{record['changes']} changes of transformers {record['versions']['transformers']}: {record['outcomes']}")
     return int(any(record["outcomes"].get(name) for name in FAILURES) or record["changes"] < args.changes)

@@ -112,6 +112,7 @@ _WITHOUT_EFFECT = set(
 )
 """Arguments that change no attention: the keys and their mask say the same."""
 
+_NO_WEIGHTS = "output_attentions", False
 _MEANINGS = {
     "position_bias": "a bias on the scores, unless use_ringtile knows the model,",
     "indices": "keys chosen by an indexer",
@@ -150,7 +151,7 @@ def check_cache(model: nn.Module, feature: str) -> None:
 def refuse_unknown(arguments: Mapping[str, Any], *known: str) -> None:
     """Raise ValueError that names an argument which a function in place of transformers' own would drop."""
     for name, x in arguments.items():
-        if x is not None and x is not False and name not in known and name not in _WITHOUT_EFFECT:
+        if x is not None and name not in known and name not in _WITHOUT_EFFECT and (name, x) != _NO_WEIGHTS:
             raise ValueError(
                 f"{name}: ringtile does not support {_MEANINGS.get(name, 'this argument')} here, got "
                 f"{type(x).__name__}; use attn_implementation='eager' ({_tested()})"

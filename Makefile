@@ -3,6 +3,7 @@
 # make test-all  those marked slow, too
 # make quick  a few tests, between two changes
 # make drift  the models of transformers with one thing of it changed at a time: right, or refused in one line
+# make fuzz   calls of every kind against the oracle (SECONDS=600 SEED=0)
 # make docs   the documentation, into site/
 # make wheels the wheels of every platform, into dist/, checked, and tried as far as they run here
 # make release all of them and the source distribution, with the checks of a release; it publishes nothing
@@ -18,6 +19,8 @@ PYTHON ?= python3
 MAKEFLAGS += --no-print-directory
 
 CASES ?= 192
+SECONDS ?= 600
+SEED ?= 0
 OPENMP ?= libgomp.so.1
 QUICK = $(patsubst %,tests/test_%.py,architecture errors grammar density select philox)
 # The bits of a release, which fuses products and sums.
@@ -47,6 +50,9 @@ docs: .venv/ready-dev
 drift: .venv/ready-dev .venv/ready-native
 	.venv/bin/python scripts/drift.py $(ARGS)
 	.venv/bin/python scripts/drift_torch.py
+
+fuzz: .venv/ready-dev .venv/ready-native
+	.venv/bin/python scripts/fuzz.py --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 mutants: .venv/ready-dev .venv/ready-native
 	.venv/bin/python scripts/mutants.py $(ARGS)

@@ -26,6 +26,7 @@ ROOMS_BELOW |= {room: _GROUND | {FACE} for room in ("distributed", "adaptive")}
 ROOMS_BELOW["integrations"] = _GROUND | {FACE, "adaptive", "distributed"}
 _WINGS = _GROUND | {FACE, "modules", "distributed", "adaptive"}
 ROOMS_BELOW["tools"] = _WINGS | {"integrations"}
+ROOMS_BELOW["testing"] = {"patterns", "functional"}
 ROOMS_BELOW |= {"cli": _WINGS | {"tools"}, "__main__": {"cli"}}
 """Each room and the rooms it may import; the face is `ringtile/__init__.py`."""
 

@@ -1,0 +1,65 @@
+"""Try calls of the table in tests/table.py until the time is over: every triple of values first, and then at random.
+
+    python scripts/fuzz.py --seconds 600 --seed 7
+    python scripts/fuzz.py --replay 'rule=window | option=none | shape=square | ...'
+
+It goes on where it stopped: with the same seed, the triples that were right are left out. A case that is wrong prints
+the line that replays it, shrunk to its simplest form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from itertools import chain
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from table import at_random, covering, outcome, parsed, smallest  # noqa: E402
+
+STATE = ROOT / ".venv" / "cache" / "fuzz.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare calls of the table with the oracle until the time is over.")
+    parser.add_argument("--seconds", type=float, default=600, help="how long (default: 600)")
+    parser.add_argument("--seed", type=int, default=0, help="the order of the triples, and the numbers after them")
+    parser.add_argument("--replay", metavar="LINE", help="one case, as a failure prints it")
+    parser.add_argument("--again", action="store_true", help="begin with the first triple")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if args.replay:
+        words = outcome(parsed(args.replay))
+        print(words or "right")
+        return 1 if words else 0
+    known = json.loads(STATE.read_text()) if STATE.exists() and not args.again else {}
+    first, end, wrong = known.get(str(args.seed), 0), time.monotonic() + args.seconds, 0
+    begin = time.monotonic()
+    tried = 0
+    for number, case in enumerate(chain(covering(3, args.seed), at_random(args.seed))):
+        if number < first:
+            continue
+        if time.monotonic() > end:
+            break
+        tried += 1
+        if words := outcome(case):
+            wrong += 1
+            print(f"{words}\n    python scripts/fuzz.py --replay '{smallest(case)}'", flush=True)
+        if not wrong:
+            known[str(args.seed)] = number + 1
+        if sys.stderr.isatty():
+            rate, left = tried / (time.monotonic() - begin), end - time.monotonic()
+            print(f"\r{tried} cases, {rate:.1f} a second, {left:.0f} s left ", end="", file=sys.stderr)
+    STATE.parent.mkdir(parents=True, exist_ok=True)
+    STATE.write_text(json.dumps(known))
+    print(f"{tried} cases from number {first}, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

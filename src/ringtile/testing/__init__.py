@@ -1,0 +1,1 @@
+"""Checks for attention of yours, against dense float64 attention."""

@@ -157,6 +157,13 @@ def test_every_attention_function_refuses_what_it_does_not_know() -> None:
         pattern_mask(**sizes, more_keys=x)
 
 
+def test_a_mask_of_a_step_needs_its_position() -> None:
+    with pytest.raises(
+        ValueError, match="q_offset: expected the position of the first query, got None"
+    ):
+        pattern_mask(batch_size=1, q_length=1, kv_length=5)
+
+
 @pytest.mark.parametrize("order", ["relu last", "weighted twice", "another value", "smallest", "another dimension"])
 def test_an_indexer_with_other_steps_is_refused(order: str) -> None:
     mask = pattern_mask(batch_size=1, q_length=4, kv_length=4)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -373,14 +372,16 @@ class _Unbiased(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _compress_chosen(compressor: Any, hidden_states: Tensor, *rest: Any) -> Any:
+    """Compress by a compressor of DeepSeek-V4 that has an indexer."""
+    with _Unbiased(hidden_states.shape[1]):
+        return type(compressor).forward(compressor, hidden_states, *rest)
+
+
 def _compress(compressor: Any, hidden_states: Tensor, residual: Tensor, position_ids: Tensor, *rest: Any) -> Any:
-    """Compress by a compressor of DeepSeek-V4. Its mask has the chosen entries of each query."""
-    own = partial(type(compressor).forward, compressor, hidden_states, residual)
-    if hasattr(compressor, "indexer"):
-        with _Unbiased(hidden_states.shape[1]):
-            return own(position_ids, *rest)
+    """Compress by a compressor of DeepSeek-V4. Its mask has the complete entries before each query."""
     # It makes no mask for one query.
-    entries, _ = own(position_ids[:, :1], *rest)
+    entries, _ = type(compressor).forward(compressor, hidden_states, residual, position_ids[:, :1], *rest)
     (batch, n_queries), n_entries = hidden_states.shape[:2], entries.shape[2]
     if n_queries == 1 or not n_entries:
         return entries, None
@@ -524,7 +525,7 @@ INDEXERS: dict[str, dict[str, Any]] = {
     "Qwen4ExpTextQSAIndexer": {"forward": _choose_groups},
     "Qwen4ExpTextAttention": {"forward": _attend_outside_graphs},
     "DeepseekV4Indexer": {"forward": _choose_entries},
-    "DeepseekV4CSACompressor": {"forward": _compress},
+    "DeepseekV4CSACompressor": {"forward": _compress_chosen},
     "DeepseekV4HCACompressor": {"forward": _compress},
     "DeepseekV4Attention": {"forward": _attend_outside_graphs},
 }

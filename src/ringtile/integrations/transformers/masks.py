@@ -388,7 +388,7 @@ def _pattern_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | None = None,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
     attention_mask: Tensor | None = None,
@@ -404,6 +404,9 @@ def _pattern_mask(
             f"attention_mask: expected [{batch_size}, N] of the tokens, or [{batch_size}, 1 or H, Nq, Nk] of all "
             f"pairs, got {attention_mask.shape=}"
         )
+    if q_offset is None and q_length != kv_length:
+        raise ValueError(f"q_offset: expected the position of the first query, got None with {q_length=}, {kv_length=}")
+    q_offset = 0 if q_offset is None else q_offset
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)

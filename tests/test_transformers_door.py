@@ -158,9 +158,7 @@ def test_every_attention_function_refuses_what_it_does_not_know() -> None:
 
 
 def test_a_mask_of_a_step_needs_its_position() -> None:
-    with pytest.raises(
-        ValueError, match="q_offset: expected the position of the first query, got None"
-    ):
+    with pytest.raises(ValueError, match="q_offset: expected the position of the first query, got None"):
         pattern_mask(batch_size=1, q_length=1, kv_length=5)
 
 

@@ -96,6 +96,12 @@ def test_a_model_with_another_attention_is_refused(
         use_ringtile(model)
 
 
+def test_a_class_without_a_file_is_refused() -> None:
+    kind = type("T5Attention", (), {"compute_bias": None, "__module__": "builtins"})
+    with pytest.raises(ValueError, match=r"^model: expected a T5Attention\.compute_bias that ringtile can replace"):
+        door.check_method(kind, "compute_bias")
+
+
 def test_a_rule_that_is_not_known_is_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     masking = sys.modules["transformers.masking_utils"]
     function = masking.sliding_window_overlay(4)

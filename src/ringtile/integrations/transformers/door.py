@@ -238,10 +238,11 @@ def digest(source: str, name: str) -> str | None:
 @cache
 def is_known(module: str, name: str) -> bool:
     """Return True if a function of a loaded module of transformers computes what ringtile computes in its place."""
-    file = sys.modules[module].__file__
+    # A class of a notebook has no file.
+    file = getattr(sys.modules[module], "__file__", None)
     # Python 3.11 fails if two threads parse at once.
     with _PARSES:
-        return file is not None and digest(Path(file).read_text(), name) in _BODIES.get(name, ())
+        return file is not None and digest(Path(file).read_text("utf-8"), name) in _BODIES.get(name, ())
 
 
 def check_method(kind: type, name: str) -> None:

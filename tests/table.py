@@ -310,13 +310,8 @@ def read_keys(call: Call) -> Tensor | None:
     s, options = call.shape, call.options
     if refusal(call.case):
         return None
-    pairs = kept_pairs(call.rule, s.batch, s.heads, s.queries, s.keys, s.first)
-    if options.get("is_causal"):
-        pairs = pairs & (torch.arange(s.keys) <= torch.arange(s.first, s.first + s.queries).unsqueeze(1))
-    if (mask := options.get("key_mask")) is not None:
-        pairs = pairs & mask[:, None, None]
-    if (lengths := options.get("key_lengths")) is not None:
-        pairs = pairs & (torch.arange(s.keys) < lengths[:, None])[:, None, None]
+    masks = {name: options[name] for name in ("is_causal", "key_mask", "key_lengths") if name in options}
+    pairs = kept_pairs(call.rule, s.batch, s.heads, s.queries, s.keys, start=s.first, **masks)
     return pairs.any(2).view(s.batch, s.key_heads, s.heads // s.key_heads, s.keys).any(2)
 
 

@@ -64,7 +64,7 @@ def test_a_wrong_oracle_is_noticed(change: str, monkeypatch: pytest.MonkeyPatch)
     elif change == "lse":
         monkeypatch.setattr(torch, "logsumexp", lambda x, dim: x.amax(dim))
     elif change == "dropout":
-        monkeypatch.setattr(oracle, "dropped", lambda p, *rest: (torch.tensor(True), 1 / (1 - p)))
+        monkeypatch.setattr(oracle, "dropout_keeps", lambda p, *rest: (torch.tensor(True), 1 / (1 - p)))
     else:
         monkeypatch.setattr(torch, "logaddexp", torch.add)
         case = Case(option="sinks")

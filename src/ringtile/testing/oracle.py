@@ -37,7 +37,7 @@ Rule = Pattern | Tensor
 """A pattern, or the kept pairs themselves: bool that broadcasts to ``[B, H, Nq, Nk]``."""
 
 
-class Place(NamedTuple):
+class Cells(NamedTuple):
     """The numbers of the pairs that a rule is asked for."""
 
     batch: int
@@ -51,19 +51,36 @@ class Place(NamedTuple):
     """Position of the call's first query, whose list is the first of `Chosen`."""
 
 
-def kept_pairs(rule: Rule, batch: int, heads: int, n_queries: int, n_keys: int, start: int | None = None) -> Tensor:
-    """Return the pairs that a rule keeps, bool ``[B, H, Nq, Nk]``, from the documentation of its class."""
-    if isinstance(rule, Tensor):
-        return rule.expand(batch, heads, n_queries, n_keys)
-    start = n_keys - n_queries if start is None else start
-    query, key = _count(start, start + n_queries).unsqueeze(1), _count(n_keys).unsqueeze(0)
+def kept_pairs(
+    rule: Rule,
+    batch: int,
+    heads: int,
+    n_queries: int,
+    n_keys: int,
+    *,
+    start: int,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """Return the pairs that a call keeps, bool ``[B, H, Nq, Nk]``, from the documentation of its rule and options."""
+    i, j = _count(start, start + n_queries).unsqueeze(1), _count(n_keys).unsqueeze(0)
     pairs = torch.zeros(batch, heads, n_queries, n_keys, dtype=torch.bool, device="cpu")
-    for b, h in product(range(batch), range(heads)):
-        pairs[b, h] = _keeps(rule, Place(b, h, heads, query, key, start))
+    if isinstance(rule, Tensor):
+        pairs = rule.expand_as(pairs)
+    else:
+        for b, h in product(range(batch), range(heads)):
+            pairs[b, h] = _keeps(rule, Cells(b, h, heads, i, j, start))
+    if is_causal:
+        pairs = pairs & (j <= i)
+    if key_mask is not None:
+        pairs = pairs & key_mask[:, None, None]
+    if key_lengths is not None:
+        pairs = pairs & (j < key_lengths[:, None])[:, None, None]
     return pairs
 
 
-def _keeps(rule: Pattern, at: Place) -> Tensor:
+def _keeps(rule: Pattern, at: Cells) -> Tensor:
     """Return the pairs that a rule keeps, bool that broadcasts to ``[Nq, Nk]``."""
     i, j = at.query, at.key
     match rule:
@@ -116,8 +133,8 @@ def _keeps(rule: Pattern, at: Place) -> Tensor:
             return drawn[larger.clamp(min=0), smaller.clamp(min=0)] & (smaller >= 0)
         case SampledBlocks():
             segments, blocks = [x // rule.segment for x in (i, j)], j // rule.block
-            others = (segments[0] != segments[1]) & ((segments[0] - blocks) % rule.of < rule.keep)
-            return others & (i // rule.within == j // rule.within) if rule.within else others
+            elsewhere = (segments[0] != segments[1]) & ((segments[0] - blocks) % rule.of < rule.keep)
+            return elsewhere & (i // rule.within == j // rule.within) if rule.within else elsewhere
         case Elements(fn=FlexRule(mask_mod=mask_mod)):
             of_head = partial(mask_mod, _number(at.batch), _number(at.head))
             if not i.numel() or not j.numel():
@@ -139,10 +156,10 @@ def _keeps(rule: Pattern, at: Place) -> Tensor:
 
 
 def _dilated(offset: Tensor, rates: Sequence[int], reach: int) -> Tensor:
-    kept = torch.zeros_like(offset, dtype=torch.bool)
+    pairs = torch.zeros_like(offset, dtype=torch.bool)
     for rate in rates:
-        kept |= (offset % rate == 0) & (offset.abs() <= reach * rate)
-    return kept
+        pairs |= (offset % rate == 0) & (offset.abs() <= reach * rate)
+    return pairs
 
 
 def _begins(documents: Documents, batch: int) -> Tensor:
@@ -153,24 +170,24 @@ def _begins(documents: Documents, batch: int) -> Tensor:
 
 def _neighbors(rule: Neighborhood, i: Tensor, j: Tensor) -> Tensor:
     numbers = _count(math.prod(rule.size)) if rule.tile is None else rule.order()
-    kept = _ALL
-    places = [torch.unravel_index(numbers[x], tuple(rule.size)) for x in (i, j)]
+    pairs = _ALL
+    coordinates = [torch.unravel_index(numbers[x], tuple(rule.size)) for x in (i, j)]
     for axis in range(len(rule.size)):
         length, window = rule.size[axis], _of_axis(rule.window, axis)
         dilation, stride = _of_axis(rule.dilation, axis), _of_axis(rule.stride, axis)
         causal = bool(_of_axis(rule.causal, axis))
         of_query = torch.zeros(length, length, dtype=torch.bool, device="cpu")
-        for place in range(length):
+        for coordinate in range(length):
             # All tokens of a phase are neighbors of each other, and stride ones share the window of one of them.
-            line = list(range(place % dilation, length, dilation))
-            step = place // dilation
+            line = list(range(coordinate % dilation, length, dilation))
+            step = coordinate // dilation
             leader = step // stride * stride + (stride - 1 if causal else stride // 2)
             leader = min(leader, len(line) - 1)
             first = leader - window + 1 if causal else min(max(leader - window // 2, 0), len(line) - window)
             last = step if causal else first + window - 1
-            of_query[place, line[max(first, 0) : last + 1]] = True
-        kept = kept & of_query[places[0][axis], places[1][axis]]
-    return kept
+            of_query[coordinate, line[max(first, 0) : last + 1]] = True
+        pairs = pairs & of_query[coordinates[0][axis], coordinates[1][axis]]
+    return pairs
 
 
 def _of_axis(numbers: Sequence[int] | int, axis: int) -> int:
@@ -207,7 +224,7 @@ def _drawn(seed: int, head: int, number: int, per_row: int) -> list[int]:
     return order[:per_row]
 
 
-def dropped(
+def dropout_keeps(
     p: float, seed: int, batch: Tensor, head: Tensor, n_queries: int, n_keys: int, start: int = 0
 ) -> tuple[Tensor, float]:
     """Return the weights that dropout keeps, bool ``[B, H, Nq, Nk]``, and the factor of those."""
@@ -225,18 +242,18 @@ def _bias_of(bias: Bias, i: Tensor, j: Tensor, heads: int, scale: float) -> Tens
     table = bias.table.double()
     if isinstance(bias, Grid):
         shape = tuple(bias.shape)
-        places = [torch.unravel_index(x, shape) for x in (i, j)]
-        index = [b - a + size - 1 for a, b, size in zip(*places, shape, strict=True)]
+        coordinates = [torch.unravel_index(x, shape) for x in (i, j)]
+        index = [b - a + size - 1 for a, b, size in zip(*coordinates, shape, strict=True)]
         return table[:, *index].unsqueeze(0)
-    place = (j - i + bias.offset).clamp(0, table.shape[1] - 1)
+    coordinate = (j - i + bias.offset).clamp(0, table.shape[1] - 1)
     if isinstance(bias, Relative):
-        return table[:, place].unsqueeze(0)
+        return table[:, coordinate].unsqueeze(0)
     if isinstance(bias, ByQuery):
-        vectors = torch.einsum("bhqd,hqkd->bhqk", bias.query.double(), table[:, place].expand(heads, -1, -1, -1))
+        vectors = torch.einsum("bhqd,hqkd->bhqk", bias.query.double(), table[:, coordinate].expand(heads, -1, -1, -1))
     else:
         assert isinstance(bias, ByKey)
         keys = bias.key.double().repeat_interleave(heads // bias.key.shape[1], 1)
-        vectors = torch.einsum("bhkd,hqkd->bhqk", keys, table[:, place].expand(heads, -1, -1, -1))
+        vectors = torch.einsum("bhkd,hqkd->bhqk", keys, table[:, coordinate].expand(heads, -1, -1, -1))
     return scale * vectors
 
 
@@ -274,13 +291,17 @@ def attention(
     start = n_keys - n_queries if start is None else start
     scale = query.shape[3] ** -0.5 if scale is None else scale
     i, j = _count(start, start + n_queries).unsqueeze(1), _count(n_keys).unsqueeze(0)
-    pairs = kept_pairs(rule, batch, heads, n_queries, n_keys, start)
-    if is_causal:
-        pairs = pairs & (j <= i)
-    if key_mask is not None:
-        pairs = pairs & key_mask[:, None, None]
-    if key_lengths is not None:
-        pairs = pairs & (j < key_lengths[:, None])[:, None, None]
+    pairs = kept_pairs(
+        rule,
+        batch,
+        heads,
+        n_queries,
+        n_keys,
+        start=start,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        key_lengths=key_lengths,
+    )
     shared = heads // max(key.shape[1], 1)
     q, k, v = query.double(), key.double(), value.double()
     k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
@@ -292,11 +313,11 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.double()[:, None, None] * (i - j).abs()
-    for one in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
-        scores = scores + _bias_of(one, i, j, heads, scale)
+    for term in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
+        scores = scores + _bias_of(term, i, j, heads, scale)
     scores = torch.where(pairs, scores, -math.inf)
     empty = (scores == -math.inf).all(3)
-    # Zeros in place of empty rows, so that autograd makes no NaN of them.
+    # Zeros in coordinate of empty rows, so that autograd makes no NaN of them.
     scores = torch.where(empty.unsqueeze(3), 0, scores)
     lse = torch.logsumexp(scores, 3) if n_keys else scores.sum(3)
     total = lse if sinks is None else torch.logaddexp(lse, sinks.double()[:, None].expand_as(lse))
@@ -304,6 +325,6 @@ def attention(
     if dropout_p:
         batches = _count(batch) if batch_at is None else batch_at
         numbers = _count(heads) if head_at is None else head_at
-        kept, factor = dropped(dropout_p, seed, batches, numbers, n_queries, n_keys, start)
-        weights = weights * kept * factor
+        survivors, factor = dropout_keeps(dropout_p, seed, batches, numbers, n_queries, n_keys, start)
+        weights = weights * survivors * factor
     return weights @ v, torch.where(empty, -math.inf, lse)

@@ -22,7 +22,8 @@ CASES ?= 192
 SECONDS ?= 600
 SEED ?= 0
 OPENMP ?= libgomp.so.1
-QUICK = $(patsubst %,tests/test_%.py,architecture errors grammar density select philox)
+QUICK = $(patsubst %,tests/%.py,project/test_architecture functional/test_errors patterns/test_grammar \
+  patterns/test_density kernels/test_select kernels/test_philox)
 # The bits of a release, which fuses products and sums.
 SANITIZE = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 

@@ -4,9 +4,9 @@
     python scripts/drift_torch.py --only gone   the changes with "gone" in their text; writes no record
     python scripts/drift_torch.py --sample 8    that many, the same each time; writes no record
 
-The names are those of tests/test_torch_names.py. Each is gone, takes one more argument, or returns something else, in a
-forked process that imports ringtile afterwards, and runs the small checks of the name. The judge is dense attention in
-float64. torch itself keeps the names that ringtile looks up by text, because torch needs most of them.
+The names are those of tests/project/test_torch_names.py. Each is gone, takes one more argument, or returns something
+else, in a forked process that imports ringtile afterwards, and runs the small checks of the name. The judge is dense
+attention in float64. torch itself keeps the names that ringtile looks up by text, because torch needs most of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / part) for part in ("tests", "src", "compat")]
+sys.path[:0] = [str(ROOT / part) for part in ("tests/project", "src", "compat")]
 RECORD = ROOT / "benchmarks/records/drift-torch.json"
 OURS = str(ROOT / "src/ringtile") + "/"
 SECONDS = 120

@@ -3,11 +3,11 @@
     python scripts/matrix.py                                   the environments of RUNS
     python scripts/matrix.py --python 3.11 --torch 2.11 2.12   every combination, with PINNED for what you leave out
     python scripts/matrix.py --python 3.14t --torch newest --transformers newest
-    python scripts/matrix.py --transformers 5.5 -- tests/test_transformers.py
-    python scripts/matrix.py --wheel -- tests/test_native.py   the wheel of dist/, not the sources
+    python scripts/matrix.py --transformers 5.5 -- tests/integrations/test_transformers.py
+    python scripts/matrix.py --wheel -- tests/kernels/test_native.py   the wheel of dist/, not sources
     python scripts/matrix.py --here                            this interpreter, and the packages that it imports
     python scripts/matrix.py --without-numpy                   this interpreter and its torch, without numpy
-    python scripts/matrix.py -- tests/test_index.py -x         pytest gets the arguments after --
+    python scripts/matrix.py -- tests/index/test_index.py -x   pytest gets the arguments after --
     python scripts/matrix.py --record                          and write the results down
 
 Each environment is made in a temporary folder and removed, unless it is here. It imports the sources of this checkout,
@@ -50,7 +50,12 @@ RUNS = (
     ("3.13", "2.13", "5.24"),
 )
 """The ends of Python, torch and transformers, and points between."""
-WITHOUT_NUMPY = ("tests/test_without_numpy.py", "tests/test_patterns.py", "tests/test_index.py", "tests/test_show.py")
+WITHOUT_NUMPY = (
+    "tests/project/test_without_numpy.py",
+    "tests/patterns/test_patterns.py",
+    "tests/index/test_index.py",
+    "tests/tools/test_show.py",
+)
 RECORD = ROOT / "benchmarks/records/tested.json"
 PACKAGE = ROOT / "src/ringtile/patterns/tested.py"
 PAGE = ROOT / "docs/reference/tested.md"

@@ -1,7 +1,7 @@
 """Private names of PyTorch, and what happens without them: a slower way, or one line when a call needs the name.
 
 A name that one room needs is in a file there: Dynamo's in `traced`, PyTorch's kernels in `kernels/cpu_flash` and
-`kernels/flash`, for example. ``tests/test_torch_names.py`` lists them all.
+`kernels/flash`, for example. ``tests/project/test_torch_names.py`` lists them all.
 """
 
 from collections.abc import Callable

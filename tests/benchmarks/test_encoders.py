@@ -1,0 +1,177 @@
+"""benchmarks/encoders.py: cells, checks and the page, with an encoder of a few values."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_site import assert_same_picture, script
+from test_transformers import registered
+from tiny import ENCODER, hf
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program, with a tiny encoder, and cells that run in this process."""
+    module = script("encoders", "benchmarks")
+
+    def encoder(layers: int, longest: int) -> Any:
+        torch.manual_seed(0)
+        config = hf.ModernBertConfig(**dict(ENCODER, num_hidden_layers=layers, vocab_size=50000), cls_token_id=1)
+        config._attn_implementation = "sdpa"
+        return hf.ModernBertModel(config).eval()
+
+    def in_process(args: Any, task: dict[str, Any]) -> Any:
+        threads = torch.get_num_threads()
+        try:
+            return module.measure(module.Cell(**task["cell"]), args)
+        finally:
+            torch.set_num_threads(threads)
+
+    monkeypatch.setattr(module, "encoder", encoder)
+    monkeypatch.setattr(module, "in_process", in_process)
+    monkeypatch.setattr(module, "SHORTEST", 16)
+    monkeypatch.setattr(module, "LONGEST", 200)
+    return module
+
+
+def run(made: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["encoders.py", "--layers", "2", "--threads", "1", "--rounds", "2", *words])
+    with registered():
+        made.main()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
+def test_a_run_measures_each_engine_and_records_it(
+    made: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tokens", "150", "--documents", "5", "--engines", "sdpa", "ringtile", "ringtile, int8 linears"]
+    run(made, monkeypatch, *words, "--skip", "150.*bfloat16", "--out", str(tmp_path / "record.json"))
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    found = [(made.input_of(row), row["dtype"], made.engine_and_way(row)) for row in record["rows"]]
+    ragged = ["sdpa, one by one", "sdpa, padded, 2 rows measured", "ringtile, packed"]
+    assert found == [
+        *(("150 tokens", "float32", engine) for engine in ("sdpa", "ringtile", "ringtile, int8 linears")),
+        *(("5 documents", dtype, engine) for dtype in ("float32", "bfloat16") for engine in ragged),
+    ]
+    for row in record["rows"]:
+        assert len(row["seconds"]) == 2
+        assert row["peak_bytes"] >= row["held_bytes"] > 0
+        assert (row["of"] is None) == (
+            row["engine"] == "sdpa" and row["dtype"] == "float32" and row["way"] == made.ALONE
+        )
+        assert row["error"] is None or row["error"] <= made.BOUNDS["int8"]
+    # Two of the five rows are measured.
+    padded = record["rows"][4]
+    assert (padded["rows"], padded["lengths"]) == ([0, 4], [200, 106, 57, 30, 16])
+    assert made.seconds_of(padded) == pytest.approx(2.5 * sum(padded["seconds"]) / 2)
+    lines = made.table_lines(made.table(record["rows"]))
+    assert capsys.readouterr().out.endswith("\n".join(lines) + "\n")
+    assert " | 1.00x | " in lines[3]
+    pytest.importorskip("matplotlib")
+    made.draw(record, tmp_path / "drawn.png")
+    assert all(line in made.page(record).splitlines() for line in lines)
+
+
+def test_a_wrong_result_ends_the_run(made: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = made.computed
+
+    def wrong(call: Any, cell: Any, documents: Any) -> Any:
+        return compute(call, cell, documents) * (1 + 1e-3 * (cell.engine == "ringtile"))
+
+    monkeypatch.setattr(made, "computed", wrong)
+    with pytest.raises(
+        RuntimeError, match=r"^150 tokens, float32, ringtile, one by one: relative error 1\.0e-03 against"
+    ):
+        run(made, monkeypatch, "--tokens", "150", "--documents", "0", "--engines", "sdpa", "ringtile")
+
+
+def test_a_cell_that_needs_too_much_memory_is_recorded(
+    made: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(made, "in_process", lambda args, task: "out of memory")
+    words = ["--tokens", "150", "--documents", "0", "--engines", "sdpa", "--dtype", "float32"]
+    run(made, monkeypatch, *words, "--out", str(tmp_path / "record.json"))
+    (row,) = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["rows"]
+    assert math.isnan(made.seconds_of(row))
+    assert "| 150 tokens | float32 | sdpa | out of memory | - | - | - | - |" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
+def test_cells_that_are_measured_apart_end_in_one_record(
+    made: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "record.json"
+    commits = iter(["first", "second", "third", "fourth"])
+    facts = made.facts_of
+    monkeypatch.setattr(made, "facts_of", lambda args: {**facts(args), "commit": next(commits)})
+    words = ["--dtype", "float32", "--documents", "0", "--out", str(out), "--engines"]
+    run(made, monkeypatch, *words, "sdpa", "ringtile", "--tokens", "150", "90")
+    first = json.loads(out.read_text(encoding="utf-8"))
+    run(made, monkeypatch, *words, "sdpa", "ringtile, int8 linears", "--tokens", "90")
+    both = json.loads(out.read_text(encoding="utf-8"))
+    found = [(row["lengths"][0], row["engine"], row["commit"]) for row in both["rows"]]
+    mine = [(90, "sdpa", "second"), (90, "ringtile", "first"), (90, "ringtile, int8 linears", "second")]
+    assert found == [*mine, (150, "sdpa", "first"), (150, "ringtile", "first")]
+    assert [row for row in first["rows"] if row["lengths"] == [150]] == both["rows"][3:]
+    assert both["command"].splitlines()[0] == first["command"]
+    assert len(both["command"].splitlines()) == 2
+    # The record compares others with sdpa, and on another machine all of them would take other times.
+    with pytest.raises(SystemExit, match="expected a run that computes 150 tokens, float32, sdpa, which the record"):
+        run(made, monkeypatch, *words, "ringtile", "--tokens", "150")
+    out.write_text(json.dumps({**both, "threads": 7}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="expected a record with the threads of this run"):
+        run(made, monkeypatch, *words, "sdpa", "--tokens", "150")
+
+
+def test_ways_of_serving_that_are_measured_apart_end_in_one_record() -> None:
+    module = script("serving", "benchmarks")
+
+    def record(commit: str, **times: list[float]) -> dict[str, Any]:
+        row = {"cell": "long", "dtype": "float32", "requests": 16, "tokens": 99, "new": 32, "seconds": times}
+        return {"command": f"python {commit}", "commit": commit, "rows": [row]}
+
+    old = module.merged({**record("a"), "rows": []}, record("a", ringtile=[2.0], sdpa=[4.0]), module.key_of)
+    again = module.merged(old, record("b", sdpa=[3.0], ringtile=[1.0]), module.key_of)
+    assert [(row["commit"], row["seconds"]) for row in again["rows"]] == [("b", {"sdpa": [3.0], "ringtile": [1.0]})]
+    assert again["command"] == "python b"
+    more = module.merged(again, record("c", int8=[6.0]), module.key_of)
+    assert more["command"] == "python b\npython c"
+    assert [line.split(" | ")[3:] for line in module.lines_of(more["rows"])[2:]] == [
+        ["sdpa", "3.0 s", "170.7", "3.00 |"],
+        ["ringtile", "1.0 s", "512.0", "1.00 |"],
+        ["int8", "6.0 s", "85.3", "- |"],
+    ]
+
+
+@pytest.mark.slow
+def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    module = script("encoders", "benchmarks")
+    settings = {"layers": 1, "threads": 1, "rounds": 1, "seconds": 9.0, "work": tmp_path, "peers": None}
+    cell = module.Cell("ringtile", module.PACKED, "float32", [200, 100], [0, 1])
+    found = module.in_process(type("Args", (), {**settings, "memory": 8.0}), {"cell": cell._asdict()})
+    assert len(found["seconds"]) == 1
+    assert torch.load(tmp_path / "found.pt").shape == (2, module.SAMPLED, 768)
+    # PyTorch makes a mask of 50,000 times 50,000 bytes.
+    large = module.Cell("sdpa", module.ALONE, "float32", [50000], [0])
+    assert (
+        module.in_process(type("Args", (), {**settings, "memory": 2.0}), {"cell": large._asdict()}) == "out of memory"
+    )
+
+
+def test_the_page_is_that_of_the_record(tmp_path: Path) -> None:
+    module = script("encoders", "benchmarks")
+    record = json.loads(module.RECORD.read_text(encoding="utf-8"))
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(record), "run python benchmarks/encoders.py --page"
+    assert record["layers"] == 22
+    pytest.importorskip("matplotlib")
+    module.draw(record, tmp_path / "drawn.png")
+    assert_same_picture(tmp_path / "drawn.png", module.PICTURE)

@@ -1,0 +1,153 @@
+"""What the documentation shows works: doctests, README snippets, commands."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from tiny import DECODER, ENCODER, hf
+
+import dilated_attention_pytorch
+import ringtile
+from ringtile import cli
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODULES = [
+    name
+    for package in (ringtile, dilated_attention_pytorch)
+    for name in (
+        package.__name__,
+        *(module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
+    )
+]
+MODULES.remove("ringtile.__main__")
+SPELLED = (".md", ".ipynb", ".py", ".cpp", ".h", ".toml", ".yml")
+PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md")))]
+
+
+def snippets(text: str, *languages: str) -> list[str]:
+    """The contents of the fenced code blocks in some languages."""
+    return [body for language, body in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S) if language in languages]
+
+
+def commands(text: str) -> list[str]:
+    """The shell commands of a page, without prompts, continued lines joined."""
+    lines = "\n".join(snippets(text, "sh", "bash", "shell", "console")).replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ").strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def ringtile_arguments(text: str) -> list[list[str]]:
+    """The words after ``ringtile`` of each of a page's commands that calls it."""
+    words = [shlex.split(line, comments=True) for line in commands(text)]
+    return [line[1:] for line in words if line and Path(line[0]).name == "ringtile"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for example in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        runner.run(example, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("name", [name for name, thing in vars(ringtile).items() if callable(thing) and name[0] != "_"])
+def test_every_name_on_the_face_has_an_example(name: str) -> None:
+    assert ">>> " in (getattr(ringtile, name).__doc__ or "")
+
+
+def test_readme_snippets_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # What a reader has on disk.
+    hf.MistralForCausalLM(hf.MistralConfig(**DECODER)).save_pretrained("path/to/model")
+    hf.ModernBertModel(hf.ModernBertConfig(**ENCODER, local_attention=16)).save_pretrained("path/to/encoder")
+    found = snippets(README, "python")
+    assert len(found) == 4
+    names: dict[str, object] = {"__name__": "readme"}
+    for number, snippet in enumerate(found):
+        exec(compile(snippet, f"README snippet {number}", "exec"), names)
+
+
+def test_readme_names_both_make_commands_and_each_make_target_exists() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    used = {line.split()[1] for line in commands(README) if line.startswith("make ")}
+    assert {"demo", "test"} <= used <= targets
+
+
+def test_readme_links_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README)
+    assert {"docs/from-dilated-attention-pytorch.md", "docs/who-should-not.md", "docs/assets/speed.png"} <= set(links)
+    assert [link for link in links if not link.startswith("https:") and not (ROOT / link).is_file()] == []
+
+
+def test_links_of_every_page_in_the_root_lead_to_files() -> None:
+    for page in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8"))
+        assert [link for link in links if not link.startswith("https:") and not (ROOT / link).is_file()] == [], page
+
+
+def test_spelling(tmp_path: Path) -> None:
+    pytest.importorskip("codespell_lib", reason="codespell is not installed: the dev extra has it")
+    folders = ("docs", "src", "compat", "demo", "scripts", "examples", "benchmarks", "native", ".github")
+    texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SPELLED]
+    texts += [path for path in ROOT.iterdir() if path.suffix in (".md", ".cff", ".toml", ".yml")]
+    wrong = tmp_path / "wrong.md"
+    wrong.write_text("A sentance.\n")
+    command = [sys.executable, "-m", "codespell_lib", "--toml", str(ROOT / "pyproject.toml"), *map(str, texts)]
+    done = subprocess.run([*command, str(wrong)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{wrong}:1: sentance ==> sentence\n", done.stdout + done.stderr
+    assert len(texts) > 300
+
+
+def test_no_page_installs_ringtile_from_an_index() -> None:
+    told = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, "CONTRIBUTING.md"]}
+    told |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
+    assert [page for page, text in told.items() if re.search(r"pip install [^\n`]*[ \"']ringtile\b", text)] == []
+    assert any('pip install ".[transformers]"' in text for text in told.values())
+
+
+def parsing_status(arguments: list[str]) -> object:
+    try:
+        cli.parse(arguments)
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_ringtile_command_on_a_page_parses(page: str) -> None:
+    for arguments in ringtile_arguments((ROOT / page).read_text(encoding="utf-8")):
+        assert parsing_status(arguments) == 0, f"ringtile {shlex.join(arguments)} does not parse"
+
+
+def test_readme_is_short_and_shows_how_to_start() -> None:
+    assert len(README.splitlines()) <= 150
+    assert {arguments[0] for arguments in ringtile_arguments(README)} == {"doctor", "show"}
+    start = README.index("## Start from what you have")
+    users = re.findall(r"^\*\*(.+?)\*\*", README[start : README.index("## Limits")], re.M)
+    sources = ["A Hugging Face model.", "An encoder.", "A model that was trained sparse."]
+    assert users == [*sources, "A pattern of your own.", "Several ranks."]
+    assert README.index("## Limits") < README.index("## Install") < README.index("## Results")
+
+
+def test_the_version_is_told_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert ringtile.__version__ == project["version"]
+    assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_extraction_of_commands() -> None:
+    page = "```sh\n$ ringtile show 'a & b' \\\n  --tokens 3   # why\nmake demo\n```\n```text\nringtile no\n```\n"
+    assert ringtile_arguments(page) == [["show", "a & b", "--tokens", "3"]]
+    assert commands(page)[1] == "make demo"

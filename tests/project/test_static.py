@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import types
+from importlib.metadata import version
 from pathlib import Path
 
 import hypothesis.configuration
@@ -65,6 +66,7 @@ def test_mypy_strict_passes_but_for_a_program_with_two_wrong_types(tmp_path: Pat
     assert {re.sub(r".*program\.py:(\d+): error:", r"\1", line) for line in found} == {str(n) for n in wrong}, output
 
 
+@pytest.mark.skipif(version("transformers").startswith("5.5."), reason="mutants name tests of newer models")
 def test_the_mutants_still_apply_and_their_tests_exist(request: pytest.FixtureRequest) -> None:
     assert mutants.complaints(mutants.MUTANTS) == []
     # This session has collected them if it runs the whole suite. Otherwise, a process does.

@@ -169,7 +169,11 @@ def _tokenizer(transformers: Any, source: str, where: dict[str, Any]) -> Callabl
     except (OSError, ValueError, KeyError, ImportError):
         return None
 
-    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    # For some models without a tokenizer, transformers makes one that knows no letter.
+    return encode if encode("a") != encode("b") else None
 
 
 def load(
@@ -180,8 +184,7 @@ def load(
     if text is not None:
         words, title = read_text(text), str(text)
     name, model, encode = load_model(source, random_weights, n_tokens, seed, only_causal=False)
-    # transformers makes an empty tokenizer for some models without one.
-    if encode is None or not encode("a"):
+    if encode is None:
         title += ", one token per byte"
         vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or 256
         found = [byte % vocab_size for byte in words.encode()[:n_tokens]]

@@ -18,6 +18,10 @@ from ringtile.testing import oracle
 
 CASES = list(covering())
 PARTS = 30
+FAULTS = """
+rule=window or chosen | option=is_causal | shape=no batch
+""".strip()
+"""Cases that once failed or that a fault of tests/mutants.txt breaks."""
 
 
 @pytest.mark.slow
@@ -28,6 +32,11 @@ def test_every_pair(part: int) -> None:
     assert not wrong, "\n".join(
         f"{words}\n    python scripts/fuzz.py --replay '{case}'" for case, words in wrong.items()
     )
+
+
+@pytest.mark.parametrize("line", FAULTS.splitlines())
+def test_a_fault(line: str) -> None:
+    assert outcome(parsed(line)) == ""
 
 
 def test_the_cases_meet_every_pair_and_are_the_same_every_time() -> None:

@@ -118,6 +118,8 @@ def _filtered(
     """Return the keys ``[B, G, c, n * block]`` of entries that all filters keep, and -1 elsewhere."""
     # The keys of -1 are negative for any block.
     tokens = (entries.long().unsqueeze(4) * block + torch.arange(block, device=at.device)).flatten(3)
+    if not tokens.numel():
+        return tokens
     keep, inside = (tokens >= 0) & (tokens < n_keys), tokens.clamp(0, n_keys - 1)
     for rule in filters:
         kept = [

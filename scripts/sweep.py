@@ -61,7 +61,7 @@ AUTO = {
     "Base": "MODEL_MAPPING_NAMES",
 }
 SECONDS, GIBIBYTES = 150, 8
-"""The limits of a class."""
+"""The limits of a class: time of a processor, and memory beyond the parent's."""
 LARGEST = 60_000_000
 BOUND = 2e-4
 """Of the largest number, in float32. In float64, eager attention returns NaN for queries that keep no keys."""
@@ -239,8 +239,11 @@ def in_child(auto: str, kind: str, made: Any) -> str:
     child = os.fork()
     if child == 0:
         os.close(reads)
-        resource.setrlimit(resource.RLIMIT_DATA, (GIBIBYTES << 30, GIBIBYTES << 30))
-        signal.alarm(SECONDS)
+        parents = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (parents + (GIBIBYTES << 30),) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        # A process that waits uses no processor, and a busy machine gives a process less of it.
+        signal.alarm(4 * SECONDS)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
             line = outcome(auto, kind, made, lambda: os.write(writes, b"\n"))
@@ -249,7 +252,7 @@ def in_child(auto: str, kind: str, made: Any) -> str:
             os._exit(0)
     os.close(writes)
     parts = []
-    while select.select([reads], [], [], SECONDS + 10)[0] and (part := os.read(reads, 65536)):
+    while select.select([reads], [], [], 4 * SECONDS + 10)[0] and (part := os.read(reads, 65536)):
         parts.append(part)
     os.close(reads)
     _, status = os.waitpid(child, 0)

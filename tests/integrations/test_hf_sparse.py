@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ringtile.adaptive import index_topk
 from ringtile.integrations.transformers import indexers, use_ringtile
 from ringtile.integrations.transformers.attention import attend
-from ringtile.integrations.transformers.door import refuse_unknown
+from ringtile.integrations.transformers.door import refuse_arguments
 from ringtile.integrations.transformers.masks import pairs, pattern_mask
 from ringtile.patterns import Causal, Window
 
@@ -514,7 +514,7 @@ def test_a_pattern_limits_the_choice() -> None:
 
 def test_shards_refuse_a_choice() -> None:
     with pytest.raises(ValueError, match=r"^indices: ringtile does not support keys chosen by an indexer"):
-        refuse_unknown({"indices": torch.zeros(1, 5, 2)})
+        refuse_arguments({"indices": torch.zeros(1, 5, 2)})
 
 
 class Largest(TorchDispatchMode):

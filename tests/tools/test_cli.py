@@ -105,6 +105,7 @@ def test_a_verb_loads_only_its_own_room() -> None:
 
 def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     dense = (((), "available"), ((torch.bfloat16,), "available, before native for bfloat16 (AMX)"))
+    monkeypatch.setattr(doctor, "TESTED", {})
     for dtypes, told in dense:
         monkeypatch.setattr(doctor, "before_native", lambda dtypes=dtypes: dtypes)
         assert cli.main(["doctor"]) == 0

@@ -11,7 +11,7 @@ from ringtile.adaptive import Choice
 from ringtile.adaptive.steps import Pages, attend_step, check_steps
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
-from ringtile.integrations.transformers.door import refuse_unknown
+from ringtile.integrations.transformers.door import refuse_arguments
 from ringtile.integrations.transformers.indexers import learned
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
 from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, from_mask, per_document
@@ -234,7 +234,7 @@ def attend(
     weighs = options.pop("output_attentions", None)
     if weighs is None:
         weighs = getattr(getattr(module, "config", None), "output_attentions", False)
-    refuse_unknown(options, *SOFTMAX, "cu_seq_lens_q", "cu_seq_lens_k")
+    refuse_arguments(options, *SOFTMAX, "cu_seq_lens_q", "cu_seq_lens_k")
     n_keys, width = key.shape[2], value.shape[3]
     if query.shape[0] == 1 < key.shape[0]:
         # Eager attention broadcasts one row of queries, such as learned ones, to the batch.

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 from ringtile.functional.bias import Bias, ByKey, ByQuery, Grid, Relative
 from ringtile.integrations.transformers.by_hand import heads_of, replace_methods
-from ringtile.integrations.transformers.door import cache_of, refuse_unknown
+from ringtile.integrations.transformers.door import cache_of, refuse_arguments
 from ringtile.integrations.transformers.masks import CHOSEN, PatternMask, pattern_mask
 from ringtile.patterns import Pattern, Segments, from_mask
 from ringtile.patterns.private import assert_async
@@ -29,7 +29,7 @@ def _by_distance(
     module: nn.Module, *_: int, device: Any = None, past_seen_tokens: int | Tensor = 0, **options: Any
 ) -> Callable[..., Any]:
     """Return the bias of a layer of T5, which its later layers share."""
-    refuse_unknown(options)
+    refuse_arguments(options)
     return partial(_relative, module, past_seen_tokens)
 
 
@@ -192,7 +192,7 @@ def _attend_bloom(
 ) -> _Result:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
 
-    refuse_unknown(options)
+    refuse_arguments(options)
     if module.pretraining_tp > 1 and module.slow_but_exact:
         raise ValueError(f"slow_but_exact: expected False, got True with {module.pretraining_tp=}")
     query, key, value = module._reshape(module.query_key_value(hidden_states))
@@ -222,7 +222,7 @@ def _attend_mpt(
     attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    refuse_unknown(options, "cache", "past_key_values")
+    refuse_arguments(options, "cache", "past_key_values")
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
         mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -265,7 +265,7 @@ def _attend_deberta(
 ) -> _Result:
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
-    refuse_unknown(options)
+    refuse_arguments(options)
     head_dim, tokens = module.attention_head_size, hidden_states.shape[1]
     query, key, value = heads_of(hidden_states, head_dim, module.query_proj, module.key_proj, module.value_proj)
     kinds = [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
-from ringtile.integrations.transformers.door import check_method, part_of, refuse_other, refuse_unknown
+from ringtile.integrations.transformers.door import check_method, part_of, refuse_arguments, refuse_other
 from ringtile.integrations.transformers.masks import is_streamed
 from ringtile.patterns import Blocks, Window
 
@@ -98,7 +98,7 @@ def _attend_big_bird(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return the output ``[B, N, E]`` of a ``BigBirdBlockSparseAttention``, and None (arXiv:2007.14062)."""
-    refuse_unknown(options)
+    refuse_arguments(options)
     batch, tokens, _ = hidden_states.shape
     if tokens % self.block_size or to_mask is None or from_mask is None:
         raise ValueError(

@@ -148,7 +148,7 @@ def check_cache(model: nn.Module, feature: str) -> None:
         )
 
 
-def refuse_unknown(arguments: Mapping[str, Any], *known: str) -> None:
+def refuse_arguments(arguments: Mapping[str, Any], *known: str) -> None:
     """Raise ValueError that names an argument which a function in place of transformers' own would drop."""
     for name, x in arguments.items():
         if x is not None and name not in known and name not in _WITHOUT_EFFECT and (name, x) != _NO_WEIGHTS:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringtile.integrations.transformers.door import is_known, refuse_unknown
+from ringtile.integrations.transformers.door import is_known, refuse_arguments
 from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, Segments, Window, from_mask
 from ringtile.patterns.base import And
 from ringtile.patterns.checks import LARGEST
@@ -362,7 +362,7 @@ def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Ten
 
     A rule that is not known is evaluated, and its bool mask becomes a pattern.
     """
-    refuse_unknown(options, *_OF_MASKS)
+    refuse_arguments(options, *_OF_MASKS)
     config: Any = options.get("config")
     kind = getattr(config, "model_type", None)
     is_computed = kind in _COMPUTED

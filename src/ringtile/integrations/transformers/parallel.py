@@ -28,7 +28,7 @@ from ringtile.integrations.transformers.attention import (
     read_pattern,
     softmax_of,
 )
-from ringtile.integrations.transformers.door import refuse_unknown
+from ringtile.integrations.transformers.door import refuse_arguments
 from ringtile.integrations.transformers.masks import (
     KeptPairs,
     PatternMask,
@@ -151,7 +151,7 @@ def attend_shard(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer for a rank's tokens, like `attend`, with the facts of the batch."""
-    refuse_unknown(options, *SOFTMAX, "cp_batch")
+    refuse_arguments(options, *SOFTMAX, "cp_batch")
     cp_batch: BatchFacts | _Probe | None = options.get("cp_batch")
     if cp_batch is None:
         raise ValueError("cp_batch: expected the facts of the batch, got None; call model(**cp.shard_batch(batch))")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers.attention import KEPT, SOFTMAX, pattern_of_layer, softmax_of
-from ringtile.integrations.transformers.door import check_attributes, check_cache, check_parts, refuse_unknown
+from ringtile.integrations.transformers.door import check_attributes, check_cache, check_parts, refuse_arguments
 from ringtile.integrations.transformers.registry import parts_of, register_pair, switch_back_of
 from ringtile.integrations.transformers.rounded_pages import Rounding, register_roundings, restored, rounded
 from ringtile.patterns import Causal, Window
@@ -153,7 +153,7 @@ def _attend_paged(
             f"cache: expected a call of continuous batching, without a mask and dropout, got {type(cache).__name__}; "
             "leave the context of continuous_batching for other calls"
         )
-    refuse_unknown(options, *SOFTMAX, *_OF_STEPS)
+    refuse_arguments(options, *SOFTMAX, *_OF_STEPS)
     if missing := [name for name in _OF_STEPS[:4] if name not in options]:
         raise ValueError(f"{missing[0]}: expected one in a step of continuous batching, got none")
     rule = Causal() if sliding_window is None else Causal() & Window(sliding_window - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import draw
 import mutants
 
 ROOT = mutants.ROOT
@@ -86,6 +88,16 @@ def test_a_mutant_whose_tests_do_not_exist_or_are_slow_is_an_error() -> None:
         mutants.collect([mutants.Mutant("x", "x", "a", "b", (slow, "tests/project/test_static.py"))])
     names = mutants.names_of(["tests/test_a.py::test_it[1]"])
     assert names == {"tests/test_a.py", "tests/test_a.py::test_it", "tests/test_a.py::test_it[1]"}
+
+
+def test_drawn_faults_are_programs_and_the_same_every_time() -> None:
+    faults = draw.draw(20, 3)
+    assert faults == draw.draw(20, 3)
+    for fault in faults:
+        lines = (ROOT / fault.file).read_text(encoding="utf-8").split("\n")
+        assert lines[fault.number - 1] == fault.old != fault.new
+        lines[fault.number - 1] = fault.new
+        ast.parse("\n".join(lines))
 
 
 def test_the_tools_keep_their_caches_out_of_the_root() -> None:

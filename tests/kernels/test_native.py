@@ -1066,7 +1066,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__mod
 def printed(code: str | Path, *, path: Path = SOURCE, **environment: str) -> list[str]:
     """The words that a fresh interpreter prints."""
     variables = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    variables.update({"PYTHONPATH": f"{path}{os.pathsep}{TESTS}", **environment})
+    variables.update({"PYTHONPATH": os.pathsep.join(map(str, (path, TESTS, TESTS / "kernels"))), **environment})
     command = [sys.executable, code] if isinstance(code, Path) else [sys.executable, "-c", NOT_INSTALLED + code]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,14 +7,13 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import make_inputs, oracle, relative_error
+from oracle import _Operators, make_inputs, relative_error
 from strategies import checkerboard
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -23,7 +22,6 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,24 +32,20 @@ from ringtile.index import cache_info, clear_cache
 from ringtile.kernels import blockwise
 from ringtile.kernels.contracts import Call, pack_keys
 from ringtile.patterns import (
-    BlockDilated,
-    Blocks,
     Causal,
     Chosen,
     Dense,
-    Dilated,
     Documents,
     Elements,
     GlobalTokens,
     RandomBlocks,
     Segments,
-    Strided,
     Window,
     from_mask,
-    longformer,
     parse,
     per_head,
 )
+from ringtile.testing.oracle import attention
 
 PATTERN = Causal() & (Window(20) | GlobalTokens(3) | RandomBlocks(1, block=16))
 HOLES = Causal() & Window(9) & ~Window(1)
@@ -124,35 +118,17 @@ def leaves_of(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-@pytest.mark.parametrize(("name", "kv_heads"), [(name, (4, 2)[number % 2]) for number, name in enumerate(OPTIONS)])
-def test_derivatives_of_both_orders(name: str, kv_heads: int) -> None:
-    options = OPTIONS[name]
-    q, k, v, _ = make_inputs(2, 4, 5, 9, 2, kv_heads=kv_heads, value_dim=3)
-    if "key_mask" in options:
-        options = options | {"key_mask": torch.arange(9).expand(2, 9) % torch.tensor([[3], [400]]) == 0}
-    if "key_lengths" in options:
-        options = options | {"key_lengths": torch.tensor([7, 0])}
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    index = build_index(per_head([HOLES, Dense(), Window(2), HOLES]), 5, 9, num_heads=4, block=16)
-
-    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        # lse is -inf where nothing is kept; finite differences cannot take that, so it enters as its exponential.
-        out, lse = sparse_attention(*tensors, index, enable_gqa=True, return_lse=True, **options)
-        return out, lse.exp()
-
-    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True)
-
-
-def second_order(backend: str | None, pattern: Pattern, options: dict[str, Any]) -> list[Tensor]:
+def second_order(
+    backend: str, pattern: Pattern, options: dict[str, Any], dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     torch.manual_seed(1)
     q, k, v, out_grad = make_inputs(2, 4, 150, 220, 8, kv_heads=2, value_dim=5)
-    leaves = [x.requires_grad_() for x in (q, k, v, out_grad)]
-    lse_grad = torch.randn(2, 4, 150, dtype=torch.float64, requires_grad=True)
-    out, lse = sparse_attention(q, k, v, pattern, enable_gqa=True, return_lse=True, backend=backend, **options)
-    first = torch.autograd.grad([out, lse], leaves[:3], [out_grad, lse_grad], create_graph=True)
-    cotangents = [torch.randn_like(x) for x in first]
-    return [*first, *torch.autograd.grad(first, [*leaves, lse_grad], cotangents)]
+    lse_grad = torch.randn(2, 4, 150, dtype=torch.float64)
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, out_grad, lse_grad)]
+    results = sparse_attention(*leaves[:3], pattern, enable_gqa=True, return_lse=True, backend=backend, **options)
+    first = torch.autograd.grad(results, leaves[:3], leaves[3:], create_graph=True)
+    cotangents = [torch.randn_like(x, dtype=torch.float64).to(dtype) for x in first]
+    return [*first, *torch.autograd.grad(first, leaves, cotangents)]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -162,34 +138,18 @@ def test_second_derivatives_over_many_tiles(options: dict[str, Any]) -> None:
     for pattern in (MIXED, Dense()):
         expected = second_order("reference", pattern, options)
         assert worst(second_order("blockwise", pattern, options), expected) < 1e-12
+        if not options:
+            assert worst(second_order("blockwise", pattern, options, torch.float32), expected) < 1e-5
         if pattern == Dense() and not options:
             assert worst(second_order("dense", pattern, options), expected) < 1e-12
 
 
-def test_a_gradient_penalty_in_float32_is_close() -> None:
-    double = leaves_of(1, 2, 200, 16)
-    single = [x.detach().float().requires_grad_() for x in double]
-    penalties = []
-    for leaves in (double, single):
-        grads = torch.autograd.grad(sparse_attention(*leaves, PATTERN).square().sum(), leaves, create_graph=True)
-        sum(g.square().sum() for g in grads).backward()
-        penalties.append([x.grad for x in leaves])
-    assert worst(penalties[1], penalties[0]) < 1e-5
-
-
 def test_the_third_derivative_is_refused() -> None:
-    def cubed(backend: str) -> Callable[[Tensor], Tensor]:
-        def attend(x: Tensor) -> Tensor:
-            return sparse_attention(x, x, x, PATTERN, backend=backend).sin().sum()
-
-        return grad(lambda x: grad(lambda y: grad(attend)(y).sum())(x).sum())
-
-    x = torch.randn(1, 1, 4, 2, dtype=torch.float64)
-    assert cubed("reference")(x).any()
+    x = torch.randn(1, 1, 4, 2, dtype=torch.float64, requires_grad=True)
+    attend = lambda x: sparse_attention(x, x, x, PATTERN).sin().sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match="no third derivative"):
-        cubed("blockwise")(x)
-    x.requires_grad_()
-    first = torch.autograd.grad(sparse_attention(x, x, x, PATTERN).sum(), x, create_graph=True)[0]
+        grad(lambda x: grad(lambda y: grad(attend)(y).sum())(x).sum())(x.detach())
+    first = torch.autograd.grad(attend(x), x, create_graph=True)[0]
     second = torch.autograd.grad(first.sin().sum(), x, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="no third derivative"):
         second.sum().backward()
@@ -198,50 +158,30 @@ def test_the_third_derivative_is_refused() -> None:
 # Transforms.
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("pattern", [Dense(), MIXED, Documents(ids=torch.arange(140).view(2, 70) // 40)], ids=repr)
-def test_vmap_is_one_call_after_another(pattern: Pattern, options: dict[str, Any]) -> None:
-    q, k, v = (torch.randn(3, 2, 4, 70, 4, dtype=torch.float64) for _ in range(3))
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("key_mask", torch.arange(420).view(3, 2, 70) % 5 < 2),
+        ("key_lengths", torch.tensor([[3, 70], [0, 50], [66, 1]])),
+        ("alibi_slopes", torch.arange(12.0).view(3, 4) / 12),
+        ("sinks", torch.arange(12.0).view(3, 4) / 12),
+        ("seed", torch.tensor([[3], [4], [5]])),
+        ("head_at", torch.tensor([[3, 4, 5, 6], [1, 0, 3, 2], [7, 7, 8, 8]])),
+        ("batch_at", torch.tensor([[3, 4], [1, 0], [7, 7]])),
+    ],
+)
+def test_vmap_over_the_options(name: str, values: Tensor) -> None:
+    q, k, v, _ = make_inputs(2, 4, 70, head_dim=4)
+    options = {"dropout_p": 0.5, "seed": 3} if name in ("seed", "head_at", "batch_at") else {}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = sparse_attention(q, k, v, pattern, return_lse=True, **options)
-        return out, lse.exp()
+    def attend(x: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, MIXED, **{**options, name: x})
 
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = attend(q, k, v)
-        return out.sin().sum() + lse.sin().sum()
-
-    gradient = grad(loss, argnums=(0, 1, 2))
-    for in_dims, shared in (((0, 0, 0), (q, k, v)), ((0, None, 1), (q, k[0], v.transpose(0, 1)))):
-        for function in (attend, gradient):
-            together = vmap(function, in_dims=in_dims)(*shared)
-            alone = [function(q[i], k[i] if in_dims[1] == 0 else k[0], v[i]) for i in range(3)]
-            assert worst(together, [torch.stack(parts) for parts in zip(*alone, strict=True)]) < 1e-14
-
-
-def test_vmap_over_the_options() -> None:
-    q, k, v = (torch.randn(2, 4, 70, 4, dtype=torch.float64) for _ in range(3))
-    for options in (
-        {"key_mask": torch.rand(3, 2, 70) < 0.5},
-        {"key_lengths": torch.tensor([[3, 70], [0, 50], [66, 1]])},
-        {"alibi_slopes": torch.rand(3, 4)},
-        {"sinks": torch.randn(3, 4)},
-        {"seed": torch.tensor([[3], [4], [5]]), "dropout_p": torch.tensor(0.5).item()},
-        {"head_at": torch.tensor([[3, 4, 5, 6], [1, 0, 3, 2], [7, 7, 8, 8]]), "dropout_p": 0.5, "seed": 3},
-        {"batch_at": torch.tensor([[3, 4], [1, 0], [7, 7]]), "dropout_p": 0.5, "seed": 3},
-    ):
-        name, values = next(iter(options.items()))
-        given = {key: value for key, value in options.items() if key != name}
-
-        def attend(x: Tensor, name: str = name, given: dict[str, Any] = given) -> Tensor:
-            return sparse_attention(q, k, v, MIXED, **given, **{name: x})
-
-        assert relative_error(vmap(attend)(values), torch.stack([attend(x) for x in values])) < 1e-14
+    assert relative_error(vmap(attend)(values), torch.stack([attend(x) for x in values])) < 1e-14
 
 
 def test_vmap_folds_dropout_with_the_weights_of_each_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = [torch.randn(3, 2, 4, 70, 4, dtype=torch.float64) for _ in range(3)]
-    numbers = torch.tensor([[5, 3], [0, 1], [9, 9]])
+    x = torch.randn(3, 2, 4, 70, 4, dtype=torch.float64)
     batches: list[int] = []
     forward = blockwise.forward
 
@@ -249,21 +189,16 @@ def test_vmap_folds_dropout_with_the_weights_of_each_example(monkeypatch: pytest
         batches.append(q.shape[0])
         return forward(q, *rest)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch_at: Tensor | None = None) -> Tensor:
-        return sparse_attention(q, k, v, PATTERN, dropout_p=0.5, seed=3, batch_at=batch_at, backend="blockwise")
-
-    def gradients(*x: Tensor) -> tuple[Tensor, ...]:
-        return grad(lambda *x: attend(*x).sin().sum(), (0, 1, 2))(*x)
+    def attend(x: Tensor, batch_at: Tensor | None = None) -> Tensor:
+        return sparse_attention(x, x, x, PATTERN, dropout_p=0.5, seed=3, batch_at=batch_at, backend="blockwise")
 
     monkeypatch.setattr(blockwise, "forward", counted)
-    for function, shared in ((attend, inputs), (attend, [*inputs, numbers]), (gradients, inputs)):
+    numbers = torch.tensor([[5, 3], [0, 1], [9, 9]])
+    for function, inputs in ((attend, (x,)), (attend, (x, numbers)), (grad(lambda x: attend(x).sin().sum()), (x,))):
         batches.clear()
-        together = vmap(function)(*shared)
+        together = vmap(function)(*inputs)
         assert batches == [6]
-        alone = [function(*(x[number] for x in shared)) for number in range(3)]
-        if isinstance(together, Tensor):
-            together, alone = [together], [[x] for x in alone]
-        assert worst(together, [torch.stack(parts) for parts in zip(*alone, strict=True)]) < 1e-14
+        assert relative_error(together, torch.stack([*map(function, *inputs)])) < 1e-14
 
 
 def test_vmap_draws_dropout_as_it_is_told() -> None:
@@ -280,92 +215,49 @@ def test_vmap_draws_dropout_as_it_is_told() -> None:
 
 
 def test_a_gradient_sees_through_vmap() -> None:
-    q, k, v = (torch.randn(3, 2, 4, 70, 4, dtype=torch.float64) for _ in range(3))
+    q, k, v = torch.randn(3, 3, 2, 4, 70, 4, dtype=torch.float64).unbind()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sparse_attention(q, k, v, PATTERN).sin().sum()
 
-    expected = [torch.stack(parts) for parts in zip(*map(grad(attend, (0, 1, 2)), q, k, v), strict=True)]
-    assert worst(grad(lambda *x: vmap(attend)(*x).sum(), (0, 1, 2))(q, k, v), expected) < 1e-14
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    assert worst(torch.autograd.grad(vmap(attend)(*leaves).sum(), leaves), expected) < 1e-14
-    shared = grad(lambda k: vmap(attend, in_dims=(0, None, None))(q, k, v[0]).sum())(k[0])
-    assert relative_error(shared, sum(grad(attend, 1)(q[i], k[0], v[0]) for i in range(3))) < 1e-14
-
-
-def attend_text(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sparse_attention(q, k, v, Causal() & Window(2))
-
-
-def attend_index(index: BlockIndex, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sparse_attention(q, k, v, index)
-
-
-def attend_lists(lists: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sparse_attention(q, k, v, Chosen(lists) & Causal() | Window(0))
-
-
-def attend_bias(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-    return sparse_attention(q, k, v, Causal(), bias=Relative(table, 3))
-
-
-def attend_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    return sparse_attention(q, k, v, Causal() & Window(2), sinks=sinks)
-
-
-def attend_dilated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return dilated_attention(q, k, v, [3, 6], [1, 2], is_causal=True)
+    # One key for all examples, and values whose examples are in their second dimension.
+    mapped = vmap(attend, in_dims=(0, None, 1))
+    found = grad(lambda *x: mapped(*x).sum(), (0, 1, 2))(q, k[0], v.transpose(0, 1))
+    grads = [grad(attend, (0, 1, 2))(q[i], k[0], v[i]) for i in range(3)]
+    q_grad, k_grad, v_grad = (torch.stack(x) for x in zip(*grads, strict=True))
+    assert worst(found, (q_grad, k_grad.sum(0), v_grad.transpose(0, 1))) < 1e-14
 
 
 FEW = 6
-PLACE = torch.arange(FEW)
-BAND = ((PLACE[:, None] - PLACE >= 0) & (PLACE[:, None] - PLACE <= 2))[None]
 LISTS = torch.tensor([[0, 3], [1, 0], [-1, -1], [2, 5], [0, 4], [1, 1]])[None, None]
-LISTED = ((LISTS[0, 0, :, :, None] == PLACE).any(1).tril() | torch.eye(FEW, dtype=torch.bool))[None]
+Attention = Callable[..., Tensor]
 
 
-def weighed(q: Tensor, k: Tensor, v: Tensor, count: Tensor, added: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Attention by definition: pair (i, j) of head h counts ``count[h, i, j]`` times. A row without pairs is 0."""
-    weights = (q @ k.mT * q.shape[-1] ** -0.5 + added).exp() * count
-    total = weights.sum(-1, keepdim=True)
-    total = total + (0 if sinks is None else sinks.exp()[..., :, None, None])
-    return weights / torch.where(count.sum(-1, keepdim=True) > 0, total, 1) @ v
+def pair(rule: Pattern, options: Callable[..., dict[str, Any]] = dict) -> tuple[Attention, Attention]:
+    """Attention over a rule, and its definition."""
+    return (
+        lambda q, k, v, *rest: sparse_attention(q, k, v, rule, **options(*rest)),
+        lambda q, k, v, *rest: attention(q, k, v, rule, **options(*rest))[0],
+    )
 
 
-def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-    added = table[..., (PLACE - PLACE[:, None] + 3).clamp(0, 4)]
-    return weighed(q, k, v, torch.ones(FEW, FEW).tril(), added)
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """LongNet's segments of 3, and of 6 with dilation 2."""
+    parts = [attention(q, k, v, Causal() & Segments(*branch)) for branch in ((3, 1), (6, 2))]
+    outs, lses = (torch.stack(results) for results in zip(*parts, strict=True))
+    return (lses.softmax(0).unsqueeze(-1) * outs).sum(0)
 
 
-def branches() -> Tensor:
-    """How often LongNet's segments of 3, and of 6 with dilation 2, keep a pair of each of two heads."""
-    both = PLACE[:, None] // 3 == PLACE // 3
-    odd = torch.stack([(PLACE % 2 == head)[:, None] & (PLACE % 2 == head) for head in (0, 1)])
-    return (both.int() + odd.int()).tril()
-
-
-KINDS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]]]] = {
-    "text": (attend_text, partial(weighed, count=BAND, added=torch.zeros(())), []),
-    "index": (
-        partial(attend_index, build_index(Causal() & Window(2), FEW, block=16)),
-        partial(weighed, count=BAND, added=torch.zeros(())),
-        [],
-    ),
-    "lists": (partial(attend_lists, LISTS), partial(weighed, count=LISTED, added=torch.zeros(())), []),
-    "bias": (attend_bias, by_distance, [(2, 5)]),
-    "sinks": (attend_sinks, lambda q, k, v, sinks: weighed(q, k, v, BAND, torch.zeros(()), sinks), [(2,)]),
-    "dilated": (attend_dilated, partial(weighed, count=branches(), added=torch.zeros(())), []),
+INDEX = build_index(Causal() & Window(2), FEW, block=16)
+KINDS: dict[str, tuple[Attention, Attention, list[tuple[int, ...]]]] = {
+    "text": (*pair(Causal() & Window(2)), []),
+    "index": (lambda q, k, v: sparse_attention(q, k, v, INDEX), pair(Causal() & Window(2))[1], []),
+    "lists": (*pair(Chosen(LISTS) & Causal() | Window(0)), []),
+    "bias": (*pair(Causal(), lambda table: {"bias": Relative(table, 3)}), [(2, 5)]),
+    "sinks": (*pair(Causal() & Window(2), lambda sinks: {"sinks": sinks}), [(2,)]),
+    "dilated": (lambda q, k, v: dilated_attention(q, k, v, [3, 6], [1, 2], is_causal=True), merged, []),
 }
 """Functions of queries, keys, values and maybe one more tensor, their definition, and the shape of the tensor."""
-
-
-class Weighted(torch.nn.Module):
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.attend, self.weight = attend, torch.nn.Parameter(torch.linspace(0.5, 2, 4, dtype=torch.float64))
-
-    def forward(self, q: Tensor, *rest: Tensor) -> Tensor:
-        return self.attend(q * self.weight, *rest)
 
 
 def batched_gradients(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
@@ -375,31 +267,11 @@ def batched_gradients(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
     return torch.autograd.grad(out, leaves, cotangents, is_grads_batched=True)
 
 
-def functional_gradients(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
-    def loss(weight: Tensor) -> Tensor:
-        return torch.func.functional_call(Weighted(f), {"weight": weight}, tuple(x)).sin().sum()
-
-    return grad(loss)(torch.linspace(1, 2, 4, dtype=torch.float64))
-
-
-def gradients_by_checkpoint(f: Callable[..., Tensor], x: list[Tensor], use_reentrant: bool) -> Any:
-    leaves = [y.clone().requires_grad_() for y in x]
-    out = checkpoint(f, *leaves, use_reentrant=use_reentrant)
-    out.sin().sum().backward()
-    return [out, *(y.grad for y in leaves)]
-
-
 def dual(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
     with forward_ad.dual_level():
         out = f(*(forward_ad.make_dual(y.clone().requires_grad_(), y.cos()) for y in x))
         primal, tangent = forward_ad.unpack_dual(out)
         return [primal.detach(), tangent.detach()]
-
-
-def copied(f: Callable[..., Tensor], x: list[Tensor]) -> Any:
-    module = copy.deepcopy(Weighted(f))
-    module(*x).sin().sum().backward()
-    return module.weight.grad
 
 
 TRANSFORMS: dict[str, Callable[[Callable[..., Tensor], list[Tensor]], Any]] = {
@@ -410,10 +282,6 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor], list[Tensor]], Any]] = {
     "jacrev": lambda f, x: jacrev(f, tuple(range(len(x))))(*x),
     "batched gradients": batched_gradients,
     "jacobian": lambda f, x: torch.autograd.functional.jacobian(f, tuple(x), vectorize=True),
-    "functional call": functional_gradients,
-    "checkpoint": partial(gradients_by_checkpoint, use_reentrant=False),
-    "reentrant": partial(gradients_by_checkpoint, use_reentrant=True),
-    "deepcopy": copied,
 }
 OF_TILES: dict[str, Callable[[Callable[..., Tensor], list[Tensor]], Any]] = {
     "jvp": lambda f, x: jvp(f, tuple(x), tuple(y.cos() for y in x)),
@@ -461,7 +329,7 @@ def test_autocast_of_every_kind(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("dense", {}), (None, {"start": 1}), ("blockwise", {"softcap": 1.5}), (None, {"dropout_p": 0.4, "seed": 3})],
+    [("dense", {}), ("blockwise", {"start": 1, "softcap": 1.5, "dropout_p": 0.4, "seed": 3})],
     ids=str,
 )
 def test_forward_mode_and_batched_gradients(backend: str | None, options: dict[str, Any]) -> None:
@@ -475,26 +343,6 @@ def test_forward_mode_and_batched_gradients(backend: str | None, options: dict[s
     checks = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True, **checks)
     assert torch.autograd.gradgradcheck(attend, leaves, fast_mode=True, check_fwd_over_rev=True)
-
-
-def test_jacobians_and_hessians() -> None:
-    q, k, v = (torch.randn(1, 2, 6, 3, dtype=torch.float64) for _ in range(3))
-
-    def attend(backend: str | None) -> Callable[[Tensor], Tensor]:
-        return lambda x: sparse_attention(x, k, v, PATTERN, backend=backend)
-
-    expected = torch.autograd.functional.jacobian(attend("reference"), q)
-    assert relative_error(jacrev(attend(None))(q), expected) < 1e-12
-
-    def loss(x: Tensor) -> Tensor:
-        return attend(None)(x).sin().sum()
-
-    hessian = torch.autograd.functional.hessian(lambda x: attend("reference")(x).sin().sum(), q)
-    assert relative_error(jacrev(jacrev(loss))(q), hessian) < 1e-12
-    assert relative_error(vmap(jacrev(jacrev(loss)))(q.expand(3, *q.shape))[2], hessian) < 1e-12
-    vector = torch.randn_like(q)
-    times_vector = grad(lambda x: (grad(loss)(x) * vector).sum())(q)
-    assert relative_error(times_vector, torch.einsum("abcdefgh,efgh->abcd", hessian, vector)) < 1e-12
 
 
 # Compilers.
@@ -564,21 +412,6 @@ def test_one_graph_serves_decoding(graphs: Callable[[], int]) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("name", ["plain", "dropout", "key_mask", "everything"])
-def test_options_compile(name: str, graphs: Callable[[], int]) -> None:
-    options = OPTIONS[name]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = sparse_attention(q, k, v, MIXED, return_lse=True, **options)
-        return out + lse.exp().unsqueeze(-1)
-
-    compiled = compile_whole(attend)
-    leaves = leaves_of(2, 4, 70, 8)
-    assert worst(gradients(compiled, leaves), gradients(attend, leaves)) < 1e-14
-    assert graphs() == 1
-
-
-@compiles
 def test_dropout_draws_anew_in_a_compiled_function(graphs: Callable[[], int]) -> None:
     compiled = compile_whole(lambda x: sparse_attention(x, x, x, PATTERN, dropout_p=0.5))
     x = torch.randn(1, 2, 70, 8)
@@ -593,17 +426,7 @@ def test_one_graph_serves_all_patterns_as_indices(graphs: Callable[[], int]) -> 
 
     compiled = compile_whole(attend, dynamic=True)
     leaves = leaves_of(1, 1, 300, 8)
-    patterns = [
-        PATTERN,
-        Dilated([1, 4], 20),
-        Strided(30) | Window(70),
-        Segments(70, shift=3),
-        BlockDilated([1, 3], 1, block=20),
-        Documents([77, 100, 123]),
-        Blocks(torch.ones(5, 5, dtype=torch.bool).tril(), block=60),
-        *(Window(width) for width in (30, 44, 65)),
-    ]
-    for pattern in patterns:
+    for pattern in (PATTERN, Segments(70, shift=3), Documents([77, 100, 123]), Window(30), Window(65)):
         index = build_index(pattern, 300, block=16)
         # Dynamo compiles sizes of 0 and 1 apart. The positions of tiles, which come last, are empty in all of them.
         assert all(len(x) > 1 for x in index.tensors()[1:-2]), pattern
@@ -612,12 +435,6 @@ def test_one_graph_serves_all_patterns_as_indices(graphs: Callable[[], int]) -> 
         expected = gradients(lambda *x, pattern=pattern: sparse_attention(*x, pattern, backend="reference"), leaves)
         assert worst(actual, expected) < 1e-12
     assert graphs() == 1
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    """Masked softmax by definition. A row without keys is 0."""
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~kept, -torch.inf)
-    return scores.softmax(-1).where(kept.any(-1, keepdim=True), 0) @ v
 
 
 SIDE = 70
@@ -684,7 +501,7 @@ def test_a_pattern_of_values_breaks_the_graph_and_is_read_in_each_call(
     counts = []
     for density in (0.3, 0.9, 0.5):
         mask = torch.rand(SIDE, SIDE) < density
-        expected = dense(x * 2, x, x, pairs(mask)) + 1
+        expected = attention(x * 2, x, x, pairs(mask))[0] + 1
         found = compiled(x, mask.clone())
         assert relative_error(found, expected) < 1e-12
         (given, exact) = (torch.autograd.grad(out.sin().sum(), x)[0] for out in (found, expected))
@@ -713,8 +530,8 @@ def test_a_compiled_start_that_changes(graphs: Callable[[], int]) -> None:
     compiled = torch.compile(lambda *x, start: sparse_attention(*x, Causal(), start=start), backend="eager")
     q, k, v = torch.randn(3, 2, 2, SIDE, 8, dtype=torch.float64).unbind()
     for start in (3, 4, 0, SIDE - 1):
-        kept = (torch.arange(SIDE) <= start).expand(1, SIDE)
-        assert relative_error(compiled(q[:, :, :1], k, v, start=start), dense(q[:, :, :1], k, v, kept)) < 1e-12
+        expected, _ = attention(q[:, :, :1], k, v, Causal(), start=start)
+        assert relative_error(compiled(q[:, :, :1], k, v, start=start), expected) < 1e-12
     # The first number, and any number.
     assert graphs() == 2
 
@@ -770,44 +587,21 @@ def test_an_exported_program_runs_in_another_process_at_other_lengths(tmp_path: 
 # Modes.
 
 
-@pytest.mark.parametrize("pattern", [Dense(), PATTERN], ids=repr)
 @pytest.mark.parametrize("backend", [None, "reference"])
-def test_autocast_is_a_cast_of_the_inputs(pattern: Pattern, backend: str | None) -> None:
-    leaves = leaves_of(1, 2, 200, 16, dtype=torch.float32)
+@pytest.mark.parametrize("dtypes", ["float32", "float32 float32 bfloat16", "float16 float32 bfloat16"])
+def test_autocast_is_a_cast_of_the_inputs(dtypes: str, backend: str | None) -> None:
+    """Rotary positions leave query and key wider than value."""
+    wanted = [getattr(torch, name) for name in dtypes.split()] * 3
+    leaves = [x.detach().to(wanted[at]).requires_grad_() for at, x in enumerate(leaves_of(1, 2, 200, 16))]
     out_grad = torch.randn(1, 2, 200, 16).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, lse = sparse_attention(*leaves, pattern, return_lse=True, backend=backend)
+        out, lse = sparse_attention(*leaves, PATTERN, return_lse=True, backend=backend)
     grads = torch.autograd.grad(out, leaves, out_grad)
-    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    assert {x.dtype for x in grads} == {torch.float32}
+    assert [x.dtype for x in (out, lse, *grads)] == [torch.bfloat16, torch.float32, *wanted[:3]]
     cast = [x.detach().bfloat16().requires_grad_() for x in leaves]
-    expected, expected_lse = sparse_attention(*cast, pattern, return_lse=True, backend=backend)
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-    for ours, theirs in zip(grads, torch.autograd.grad(expected, cast, out_grad), strict=True):
-        assert torch.equal(ours, theirs.float())
-    exact = oracle(*leaves, pattern, grad_out=out_grad)
-    assert relative_error(out, exact.out) < 5e-3
-    assert worst(grads, exact.grads.values()) < 1e-2
-
-
-ROTATED = (torch.float32, torch.float32, torch.bfloat16)
-"""As rotary positions leave query, key and value under autocast."""
-
-
-@pytest.mark.parametrize("dtypes", [ROTATED, ROTATED[::-1], (torch.float16, torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_autocast_takes_mixed_dtypes(dtypes: tuple[torch.dtype, ...], backend: str | None) -> None:
-    leaves = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(leaves_of(1, 2, 200, 16), dtypes, strict=True)]
-    out_grad = torch.randn(1, 2, 200, 16).bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = sparse_attention(*leaves, PATTERN, backend=backend)
-    cast = [x.detach().bfloat16().requires_grad_() for x in leaves]
-    expected = sparse_attention(*cast, PATTERN, backend=backend)
-    assert torch.equal(out, expected)
-    grads = torch.autograd.grad(out, leaves, out_grad)
-    assert [grad.dtype for grad in grads] == list(dtypes)
-    for ours, theirs in zip(grads, torch.autograd.grad(expected, cast, out_grad), strict=True):
+    expected = sparse_attention(*cast, PATTERN, return_lse=True, backend=backend)
+    assert all(map(torch.equal, (out, lse), expected))
+    for ours, theirs in zip(grads, torch.autograd.grad(expected[0], cast, out_grad), strict=True):
         assert torch.equal(ours, theirs.to(ours.dtype))
 
 
@@ -823,21 +617,11 @@ def test_mixed_dtypes_are_refused_if_autocast_does_not_make_them_one() -> None:
 
 
 def test_merging_under_autocast_takes_mixed_dtypes() -> None:
-    outs, lses = torch.randn(2, 1, 2, 20, 8).unbind(), torch.randn(2, 1, 2, 20).unbind()
-    expected = merge_attention([outs[0], outs[1].bfloat16().float()], lses)
+    (one, two), lses = torch.randn(2, 1, 2, 20, 8).unbind(), torch.randn(2, 1, 2, 20).unbind()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = merge_attention([outs[0], outs[1].bfloat16()], lses)
+        found = merge_attention([one, two.bfloat16()], lses)
     assert found[0].dtype == torch.float32
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    leaves = leaves_of(1, 2, 50, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = sparse_attention(*leaves, PATTERN)
-    assert torch.equal(out, sparse_attention(*leaves, PATTERN))
-    assert out.dtype == torch.float64
+    assert all(map(torch.equal, found, merge_attention([one, two.bfloat16().float()], lses)))
 
 
 @pytest.mark.parametrize("pattern", [Dense(), PATTERN, Elements(checkerboard)], ids=repr)
@@ -855,7 +639,7 @@ def test_first_used_without_gradients(pattern: Pattern) -> None:
         assert cache_info().misses == 1
 
 
-@pytest.mark.parametrize("pattern", [Dense(), PATTERN, MIXED], ids=repr)
+@pytest.mark.parametrize("pattern", [Dense(), MIXED], ids=repr)
 def test_fake_tensors_have_the_shapes_of_real_ones(pattern: Pattern) -> None:
     def run() -> list[Tensor]:
         q, k, v = (torch.randn(2, heads, 70, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -873,18 +657,15 @@ def test_fake_tensors_have_the_shapes_of_real_ones(pattern: Pattern) -> None:
 
 def test_another_default_device_changes_nothing() -> None:
     leaves = leaves_of(1, 2, 150, 8)
-    key_mask = torch.rand(1, 150) < 0.7
-    options = {"dropout_p": 0.3, "seed": 3, "key_mask": key_mask, "return_lse": True}
-    clear_cache()
-    with torch.device("meta"):
-        out, lse = sparse_attention(*leaves, PATTERN, **options)
-        grads = torch.autograd.grad([out, lse], leaves, [out.detach(), lse.detach()])
-    clear_cache()
-    expected, expected_lse = sparse_attention(*leaves, PATTERN, **options)
-    outputs, cotangents = [expected, expected_lse], [expected.detach(), expected_lse.detach()]
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-    assert all(map(torch.equal, grads, torch.autograd.grad(outputs, leaves, cotangents)))
+    options = {"dropout_p": 0.3, "seed": 3, "key_mask": torch.rand(1, 150) < 0.7}
+    results = []
+    for device in ("meta", "cpu"):
+        clear_cache()
+        with torch.device(device):
+            out, lse = sparse_attention(*leaves, PATTERN, return_lse=True, **options)
+            grads = torch.autograd.grad([out, lse], leaves, [out.detach(), lse.detach()])
+        results.append((out, lse, *grads))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -925,17 +706,11 @@ def computed_pairs(pattern: Pattern, n_queries: int, n_keys: int, heads: int, ba
     return total * batch
 
 
-@pytest.mark.parametrize("lengths", [(512, 512), (300, 517), (517, 300), (1, 700)])
+@pytest.mark.parametrize("lengths", [(300, 517), (517, 300), (1, 700)])
 @pytest.mark.parametrize("as_index", [False, True])
-@pytest.mark.parametrize(
-    ("pattern", "kv_heads"),
-    [(Causal() & Window(100), 4), (Causal() & Window(100), 2), (MIXED, 1), (~Dense(), 4), (Causal(), 2)],
-    ids=str,
-)
-def test_flops_are_those_of_the_kept_tiles(
-    pattern: Pattern, kv_heads: int, as_index: bool, lengths: tuple[int, int]
-) -> None:
-    q, k, v, _ = make_inputs(2, 4, *lengths, 8, kv_heads=kv_heads, value_dim=24, dtype=torch.float32)
+@pytest.mark.parametrize("pattern", [Causal() & Window(100), MIXED, ~Dense()], ids=str)
+def test_flops_are_those_of_the_kept_tiles(pattern: Pattern, as_index: bool, lengths: tuple[int, int]) -> None:
+    q, k, v, _ = make_inputs(2, 4, *lengths, 8, kv_heads=2, value_dim=24, dtype=torch.float32)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     served = build_index(pattern, *lengths, num_heads=4) if as_index else pattern
     with FlopCounterMode(display=False) as counter:
@@ -945,49 +720,16 @@ def test_flops_are_those_of_the_kept_tiles(
     assert flops == {"ringtile.forward": 2 * pairs * (8 + 24), "ringtile.backward": 2 * pairs * (3 * 8 + 2 * 24)}
 
 
-# Copies.
-
-COPIED: dict[str, Pattern] = {
-    "text": PATTERN,
-    "per head": MIXED,
-    "documents": Documents(cu_seqlens=torch.tensor([0, 50, 150])),
-    "batched documents": Documents(ids=torch.arange(300).view(2, 150) // 40),
-    "blocks": Blocks(torch.tensor([[True, False], [True, True]])),
-    "elements": Elements(checkerboard),
-    "preset": longformer(20, 4),
-    "all": ~(Elements(checkerboard) & Window(50)) & (Blocks(torch.ones(2, 2, dtype=torch.bool)) | Strided(3)),
-}
-
-
-@pytest.mark.parametrize("pattern", COPIED.values(), ids=COPIED)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_mean_the_same(pattern: Pattern, copied: Callable[[Any], Any]) -> None:
+def test_copies_of_an_index_mean_the_same(copied: Callable[[Any], Any]) -> None:
     leaves = leaves_of(2, 4, 150, 8)
-    expected = gradients(lambda *x: sparse_attention(*x, pattern), leaves)
-    same = copied(pattern)
-    assert same == pattern
-    assert hash(same) == hash(pattern)
-    assert repr(same) == repr(pattern)
-    assert all(map(torch.equal, gradients(lambda *x: sparse_attention(*x, same), leaves), expected))
-    index = copied(build_index(pattern, 150, num_heads=4, batch=2))
-    assert all(map(torch.equal, gradients(lambda *x: sparse_attention(*x, index), leaves), expected))
-    assert index.density == build_index(pattern, 150, num_heads=4, batch=2).density
-
-
-class Operators(TorchDispatchMode):
-    """The names of operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
+    index = build_index(per_head([PATTERN, Elements(checkerboard)] * 2), 150, num_heads=4)
+    found, expected = (gradients(lambda *x, i=i: sparse_attention(*x, i), leaves) for i in (copied(index), index))
+    assert all(map(torch.equal, found, expected))
 
 
 class Functions(TorchFunctionMode):
-    """The same for functions."""
+    """The names of functions that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1006,14 +748,14 @@ def test_who_looks_at_operators_sees_them_and_others_do_not_pay(monkeypatch: pyt
         torch.autograd.grad(sparse_attention(leaf, leaf, leaf, PATTERN).sum(), leaf)
 
     step()
-    with Operators() as operators:
+    with _Operators() as operators:
         step()
     with Functions() as functions:
         step()
     with profile() as profiled:
         step()
-    for seen in (operators.names, [event.key for event in profiled.key_averages()]):
-        assert {"ringtile::forward", "ringtile::backward"} <= set(seen)
+    assert {"forward", "backward"} <= set(operators.names)
+    assert {"ringtile::forward", "ringtile::backward"} <= {event.key for event in profiled.key_averages()}
     # PyTorch shows these modes no backward pass.
     assert "ringtile::forward" in functions.names
     for pattern in (PATTERN, Chosen(torch.randint(40, (1, 1, 40, 4)))):
@@ -1033,20 +775,3 @@ def test_a_pattern_and_its_text_share_one_index() -> None:
     expected = sparse_attention(q, k, v, PATTERN)
     assert torch.equal(sparse_attention(q, k, v, parse(str(PATTERN))), expected)
     assert cache_info().misses == 1
-
-
-@pytest.mark.gpu
-def test_a_side_stream_gives_the_same_bits() -> None:
-    leaves = [x.detach().cuda().requires_grad_() for x in leaves_of(1, 2, 700, 16, dtype=torch.float32)]
-    expected = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
-    torch.cuda.synchronize()
-    clear_cache()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        built_aside = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
-    reused = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, built_aside, expected))
-    assert all(map(torch.equal, reused, expected))

@@ -19,12 +19,11 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Case
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ import torch
 from indices import NAMES, edited
 from native_sets import INSTRUCTION_SETS, precision_of, set_number, use_set
 from oracle import kept_pairs, make_inputs, oracle, relative_error
-from pairs import all_pairs
 from torch import Tensor
 
 from ringtile import build_index, sparse_attention
@@ -74,59 +72,6 @@ pytestmark = pytest.mark.skipif(
 
 
 # The fuzz: a case is drawn from its number, and features take turns so that few cases meet them all.
-
-
-@dataclass(frozen=True)
-class Case:
-    """One random problem."""
-
-    number: int
-    dtype: torch.dtype
-    block: int
-    batch: int
-    heads: int
-    kv_heads: int
-    n_queries: int
-    n_keys: int
-    head_dim: int
-    value_dim: int
-    start: int
-    kind: str
-    layouts: tuple[str, str, str, str]
-    threads: int
-    scale: float | None
-    dropout_p: float
-    lse_grad: bool
-    key_mask: bool
-    key_lengths: bool
-    poisoned: bool
-    chunked: bool
-    softcap: float
-    alibi: bool
-
-    def features(self) -> Iterator[str]:
-        """What the case exercises."""
-        yield from (str(self.dtype), f"block {self.block}", self.kind, f"threads {self.threads}", *self.layouts)
-        flags = ("dropout_p", "lse_grad", "key_mask", "key_lengths", "poisoned", "chunked", "softcap", "alibi")
-        yield from (name for name in flags if getattr(self, name))
-        yield from (
-            name
-            for name, present in {
-                "gqa": self.kv_heads < self.heads,
-                "batch": self.batch > 1,
-                "n_queries differ": self.n_queries != self.n_keys,
-                "ragged first row": self.start % self.block,
-                "ragged last row": (self.start + self.n_queries) % self.block,
-                "ragged column": self.n_keys % self.block,
-                "negative start": self.start < 0,
-                "odd head_dim": self.head_dim % 2,
-                "head_dim over 64": self.head_dim > 64,
-                "value_dim differs": self.value_dim != self.head_dim,
-                "negative scale": (self.scale or 1) < 0,
-                "zero scale": self.scale == 0,
-            }.items()
-            if present
-        )
 
 
 KINDS = (
@@ -178,7 +123,7 @@ def draw(number: int) -> Case:
         value_dim=rng.choice(HEAD_DIMS) if every(2) else head_dim,
         start=start,
         kind=kind,
-        layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
+        layouts=layouts,
         threads=number % 3 + 1,
         scale=0.0 if every(16) else -0.3 if every(10) else 0.7 if every(5) else None,
         dropout_p=rng.choice((0.001, 0.3, 0.9)) if every(4) else 0.0,
@@ -264,44 +209,41 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return inside
 
 
-@dataclass
-class Result:
-    """What one path computes."""
-
-    out: Tensor
-    lse: Tensor
-    grads: dict[str, Tensor]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"out": self.out, "lse": self.lse, **self.grads}
+Bits = dict[str, Tensor]
+"""Results of a call: out, lse, and the gradients of q, k and v."""
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    index: BlockIndex | Pattern,
+    rule: BlockIndex | Pattern,
     out_grad: Tensor,
     lse_grad: Tensor | None = None,
-    backend: str = "native",
     **options: Any,
-) -> Result:
+) -> Bits:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = sparse_attention(*leaves, index, enable_gqa=True, return_lse=True, backend=backend, **options)
+    out, lse = sparse_attention(*leaves, rule, enable_gqa=True, return_lse=True, backend="native", **options)
     outputs, cotangents = ([out], [out_grad]) if lse_grad is None else ([out, lse], [out_grad, lse_grad])
     grads = torch.autograd.grad(outputs, leaves, cotangents)
-    return Result(out.detach(), lse.detach(), dict(zip("qkv", grads, strict=True)))
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip("qkv", grads, strict=True))}
 
 
 @dataclass
 class Problem:
     """The tensors of a case: clean ones for the oracle, and those of the kernel with its strides and poison."""
 
-    clean: tuple[Tensor, Tensor, Tensor, Tensor]
-    laid: tuple[Tensor, Tensor, Tensor, Tensor]
-    lse_grad: Tensor | None
+    clean: Sequence[Tensor]
     index: BlockIndex
-    options: dict[str, Any]
+    lse_grad: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    laid: Sequence[Tensor] = ()
+
+    def exact(self) -> Bits:
+        *inputs, out_grad = self.clean
+        lse_grad = None if self.lse_grad is None else self.lse_grad.nan_to_num()
+        expected = oracle(*inputs, self.index, grad_out=out_grad, grad_lse=lse_grad, **self.options)
+        return {"out": expected.out, "lse": expected.lse, **expected.grads}
 
 
 def poison(x: Tensor, unused: Tensor) -> Tensor:
@@ -347,7 +289,7 @@ def make(case: Case) -> Problem:
         if lse_grad is not None:
             lse_grad = lse_grad.masked_fill(empty, math.nan)
     laid = tuple(laid_out(x, layout) for x, layout in zip(tensors, case.layouts, strict=True))
-    return Problem(clean, laid, lse_grad, index, options)  # type: ignore[arg-type]
+    return Problem(clean, index, lse_grad, options, laid)
 
 
 PARTS = "float32 in parts"
@@ -363,18 +305,15 @@ def rounding_of(dtype: torch.dtype) -> torch.dtype | str:
     return PARTS if dtype == torch.float32 and arithmetic_of(dtype).tile_products else dtype
 
 
-def check(case: Case, problem: Problem, actual: Result) -> None:
-    lse_grad = None if problem.lse_grad is None else problem.lse_grad.nan_to_num()
-    *inputs, out_grad = problem.clean
-    expected = oracle(*inputs, problem.index, grad_out=out_grad, grad_lse=lse_grad, **problem.options)
-    wanted = {"out": expected.out, "lse": expected.lse, **expected.grads}
+def check(case: Case, problem: Problem, actual: Bits) -> None:
+    wanted = problem.exact()
     # What is rounded: scores in proportion to their size; and sums over values and queries, before they cancel.
     scores = 1.0 if case.scale is None else max(1.0, abs(case.scale) * case.head_dim**0.5)
     if case.alibi:
         scores = max(scores, 0.05 * (abs(case.start) + case.n_queries + case.n_keys))
     terms = max(1.0, case.value_dim / 16) * max(1.0, case.n_queries * case.heads / (case.n_keys * case.kv_heads))
     wrong = {}
-    for name, x in actual.tensors().items():
+    for name, x in actual.items():
         error = relative_error(x, wanted[name])
         rounding = rounding_of(case.dtype) if x.dtype == case.dtype else x.dtype
         finite = wanted[name].isfinite()
@@ -394,10 +333,9 @@ def many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """One case; ``many_threads`` holds."""
     problem = make(case)
-    torch.set_num_threads(case.threads)
     if case.chunked:
         monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e5)
-    actual = attend(*problem.laid[:3], problem.index, problem.laid[3], problem.lse_grad, **problem.options)
+    actual = bits_of(problem, case.threads)
     torch.set_num_threads(1)
     check(case, problem, actual)
 
@@ -408,24 +346,15 @@ def test_fuzz_against_the_oracle(number: int, monkeypatch: pytest.MonkeyPatch) -
     run(draw(number), monkeypatch)
 
 
-def test_the_fuzz_meets_every_feature() -> None:
-    found = Counter(feature for number in range(256) for feature in draw(number).features())
-    assert set(found) == {feature for number in range(64) for feature in draw(number).features()}
-    assert len(found) == 48
-    assert min(found.values()) >= 12, found.most_common()
-
-
 # Bits: the same from run to run, for any number of threads, by both routes of the backward pass.
-
-Bits = dict[str, Tensor]
 
 TRANSFORMS: dict[str, Any] = {"softcap": 1.5, "alibi_slopes": torch.tensor([0.02, 0.0, -0.01, 0.05])}
 
 
 def bits_of(problem: Problem, threads: int) -> Bits:
     torch.set_num_threads(threads)
-    q, k, v, out_grad = problem.laid
-    return attend(q, k, v, problem.index, out_grad, problem.lse_grad, **problem.options).tensors()
+    q, k, v, out_grad = problem.laid or problem.clean
+    return attend(q, k, v, problem.index, out_grad, problem.lse_grad, **problem.options)
 
 
 def assert_same_bits(actual: Bits, expected: Bits) -> None:
@@ -434,10 +363,7 @@ def assert_same_bits(actual: Bits, expected: Bits) -> None:
 
 
 @pytest.mark.usefixtures("many_threads")
-@pytest.mark.parametrize(
-    ("kv_heads", "dtype"),
-    [(kv_heads, DTYPES[(at + turn) % 4]) for turn in (0, 2) for at, kv_heads in enumerate((1, 2, 4))],
-)
+@pytest.mark.parametrize(("kv_heads", "dtype"), zip((1, 2, 4), DTYPES, strict=False))
 def test_any_number_of_threads_gives_the_same_bits(
     kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,7 +380,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     assert int(index.rows.work[:, 3].max()) > 0
     inputs = make_inputs(1, 4, 90, 1100, head_dim=8, kv_heads=kv_heads, value_dim=12, dtype=dtype)
     options = {"dropout_p": 0.2, "seed": 5, "key_mask": torch.rand(1, 1100) < 0.9, **TRANSFORMS}
-    problem = Problem(inputs, inputs, torch.randn(1, 4, 90), index, options)
+    problem = Problem(inputs, index, torch.randn(1, 4, 90), options)
     expected = bits_of(problem, 1)
     assert "run_columns" in routes
     assert "run (False, 2)" not in routes
@@ -474,35 +400,23 @@ def test_any_number_of_threads_gives_the_same_bits(
 
 
 @pytest.mark.usefixtures("many_threads")
-@pytest.mark.parametrize("pattern", [Window(40), Window(100, 3), Causal() & Window(9) | GlobalTokens(2)], ids=str)
-def test_both_routes_skip_the_same_of_a_tile(pattern: Pattern) -> None:
-    """Tiles of two groups of lanes, of which each meets another part of the tile's other side."""
-    index = build_index(pattern, 700, 760, start=50, num_heads=1, block=128)
-    inputs = make_inputs(1, 1, 700, 760, head_dim=24, dtype=torch.float32)
-    problem = Problem(inputs, inputs, torch.randn(1, 1, 700), index, {})
-    expected = bits_of(problem, 1)
-    for threads in (2, 3):
-        assert native.backward_products(1, threads) == 7
-        assert_same_bits(bits_of(problem, threads), expected)
-
-
-@pytest.mark.usefixtures("many_threads")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_query_that_keeps_nothing_gives_zeros_whatever_it_holds(threads: int) -> None:
+    """Queries from 90 on have no key: the last 40 of them share a tile with others that have some."""
     q, k, v, out_grad = make_inputs(1, 2, 150, head_dim=16, dtype=torch.float32)
     for x in (q, out_grad):
         x[:, :, 90:] = math.nan
     torch.set_num_threads(threads)
-    # Queries from 90 on have no key: the last 40 of them share a tile with others that have some.
-    found = attend(q, k, v, Window(5), out_grad, key_mask=torch.arange(150).expand(1, 150) < 85).tensors()
+    mask = torch.arange(150).expand(1, 150) < 85
+    found = attend(q, k, v, Window(5), out_grad, key_mask=mask)
     assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
-    assert (found["out"][:, :, 90:] == 0).all()
-    assert (found["q"][:, :, 90:] == 0).all()
+    assert not found["out"][:, :, 90:].any()
+    assert not found["q"][:, :, 90:].any()
     # Nor does it matter what others of its tile keep.
     v[:, :, 80] = math.nan
-    out = attend(q, k, v, Window(5), out_grad, key_mask=torch.arange(150).expand(1, 150) < 85).out
+    out = attend(q, k, v, Window(5), out_grad, key_mask=mask)["out"]
     assert out[:, :, 75:86].isnan().all()
-    assert (out[:, :, 90:] == 0).all()
+    assert not out[:, :, 90:].any()
 
 
 LONG = Window(20) | GlobalTokens(5)
@@ -512,23 +426,17 @@ LONG = Window(20) | GlobalTokens(5)
 @pytest.mark.usefixtures("many_threads")
 @pytest.mark.parametrize(
     ("pattern", "heads", "kv_heads", "batch"),
-    [
-        (LONG, 1, 1, 1),
-        (LONG, 3, 3, 1),
-        (LONG, 4, 1, 2),
-        (per_head([LONG, Window(30), Dense(), GlobalTokens(40)]), 4, 2, 1),
-        (Dense(), 1, 1, 1),
-    ],
-    ids=["one head", "three heads", "one key head", "a pattern a head", "dense"],
+    [(LONG, 1, 1, 1), (LONG, 4, 1, 2), (per_head([LONG, Window(30), Dense(), GlobalTokens(40)]), 4, 2, 1)],
+    ids=["one head", "one key head", "a pattern a head"],
 )
 def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
     pattern: Pattern, heads: int, kv_heads: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    phases: list[tuple[bool, int, int]] = []
+    phases: list[tuple[bool, int]] = []
     real = native._Job.run
 
     def spy(job: Any, forward: bool, phase: int, items: int, operations: float) -> None:
-        phases.append((forward, phase, job.c.n_shared_splits))
+        phases.append((forward, phase))
         real(job, forward, phase, items, operations)
 
     monkeypatch.setattr(native._Job, "run", spy)
@@ -538,8 +446,7 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
     assert int(index.cols.work[:, 3].max()) > 0
     inputs = make_inputs(batch, heads, n_tokens, head_dim=17, kv_heads=kv_heads, value_dim=8, dtype=torch.float32)
     options = {"key_mask": torch.rand(batch, n_tokens) < 0.9}
-    lse_grad = torch.randn(batch, heads, n_tokens)
-    problem = Problem(inputs, inputs, lse_grad, index, options)
+    problem = Problem(inputs, index, torch.randn(batch, heads, n_tokens), options)
     found = {}
     for threads in (1, 2, 4):
         for piece in (16, 4096):
@@ -549,9 +456,9 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
             plans._plans.clear()
             phases.clear()
             found[threads, piece] = bits_of(problem, threads)
-            apart = (False, 2) in {phase[:2] for phase in phases}
+            apart = (False, 2) in phases
             assert apart == (native.backward_products(batch * kv_heads, threads) == 7)
-            folded = {phase for forward, phase, _ in phases if not forward and phase > 3}
+            folded = {phase for forward, phase in phases if not forward and phase > 3}
             if piece == 4096:
                 assert folded == ({4, 5} if apart else set())
     for bits in found.values():
@@ -559,8 +466,7 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
     monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e5)
     for threads in (1, 4):
         assert_same_bits(bits_of(problem, threads), found[1, 16])
-    expected = oracle(*inputs[:3], index, grad_out=inputs.grad_out, grad_lse=lse_grad, **options)
-    for name, exact in {"out": expected.out, "lse": expected.lse, **expected.grads}.items():
+    for name, exact in problem.exact().items():
         assert relative_error(found[1, 16][name], exact) < 2e-6, name
 
 
@@ -592,26 +498,29 @@ def test_half_types_are_rounded_as_torch_rounds(dtype: torch.dtype, value_dim: i
     assert torch.equal(sparse_attention(q, k, value, backend="native"), expected)
 
 
-def torchs(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def torchs(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor) -> Bits:
     """Output and gradients of PyTorch's own dense attention."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves)
-    return out.detach(), dict(zip("qkv", torch.autograd.grad(out, leaves, out_grad), strict=True))
+    return {"out": out.detach(), **dict(zip("qkv", torch.autograd.grad(out, leaves, out_grad), strict=True))}
+
+
+def dense(inputs: Sequence[Tensor]) -> Bits:
+    return Problem(inputs, build_index(Dense(), inputs[0].shape[2], inputs[1].shape[2])).exact()
 
 
 def test_sums_over_thousands_of_keys_round_as_torchs_do() -> None:
     """A chain of additions one key after another would be three times as far off."""
-    q, k, v, out_grad = make_inputs(1, 1, 4096, head_dim=16, dtype=torch.float32)
-    mine = attend(q, k, v, Dense(), out_grad)
-    expected = oracle(q, k, v, Dense(), grad_out=out_grad)
-    out, theirs = torchs(q, k, v, out_grad)
-    for name, exact in expected.grads.items():
-        assert relative_error(mine.grads[name], exact) < 1.5 * relative_error(theirs[name], exact), name
-    assert relative_error(mine.out, expected.out) < 1.5 * relative_error(out, expected.out)
+    inputs = make_inputs(1, 1, 4096, head_dim=16, dtype=torch.float32)
+    q, k, v, out_grad = inputs
+    mine, exact = attend(q, k, v, Dense(), out_grad), dense(inputs)
+    for name, theirs in torchs(*inputs).items():
+        assert relative_error(mine[name], exact[name]) < 1.5 * relative_error(theirs, exact[name]), name
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "size", "route"), all_pairs((128, 64), (1, 4, 8), ("columns", "rows and columns"))
+    ("head_dim", "size", "route"),
+    [(64, 1, "rows and columns"), (64, 4, "columns"), (64, 8, "rows and columns"), (128, 8, "columns")],
 )
 def test_gradients_of_a_few_queries_are_as_exact_as_torchs(
     head_dim: int, size: int, route: str, monkeypatch: pytest.MonkeyPatch
@@ -619,14 +528,12 @@ def test_gradients_of_a_few_queries_are_as_exact_as_torchs(
     """If the backward pass added scores up in another order, exp(score - lse) would be off by |score| roundings."""
     monkeypatch.setattr(native, "backward_products", lambda *_: 5 if route == "columns" else 7)
     for n_queries in range(1, 6):
-        q, k, v, out_grad = make_inputs(1, 32, n_queries, 150, head_dim=head_dim, dtype=torch.float32)
-        q = q * size
-        mine = attend(q, k, v, Dense(), out_grad)
-        exact = oracle(q, k, v, Dense(), grad_out=out_grad)
-        _, theirs = torchs(q, k, v, out_grad)
-        for name, wanted in exact.grads.items():
-            bound = 3 * relative_error(theirs[name], wanted)
-            assert relative_error(mine.grads[name], wanted) < bound, (name, n_queries)
+        inputs = make_inputs(1, 32, n_queries, 150, head_dim=head_dim, dtype=torch.float32)
+        inputs = inputs._replace(q=inputs.q * size)
+        mine, exact, theirs = attend(*inputs[:3], Dense(), inputs.grad_out), dense(inputs), torchs(*inputs)
+        for name in "qkv":
+            bound = 3 * relative_error(theirs[name], exact[name])
+            assert relative_error(mine[name], exact[name]) < bound, (name, n_queries)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -637,15 +544,15 @@ def test_both_routes_give_the_same_bits_for_a_few_queries(dtype: torch.dtype, mo
         index = build_index(Causal() & Window(90), n_queries, 200, start=start, num_heads=2)
         options = {"key_mask": torch.rand(2, 200) < 0.8, "scale": -0.3}
         for more in ({}, {"softcap": 1.5}, {"alibi_slopes": torch.tensor([0.02, 0.05])}):
-            problem = Problem(inputs, inputs, None, index, options | more)
+            problem = Problem(inputs, index, options=options | more)
             found = {}
             for products in (5, 7):
                 monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
                 found[products] = bits_of(problem, 1)
             assert_same_bits(found[7], found[5])
-            expected = oracle(*inputs[:3], index, grad_out=inputs[3], **problem.options)
-            for name, x in expected.grads.items():
-                assert relative_error(found[5][name], x) < 3 * RELATIVE[dtype], (name, more)
+            exact = problem.exact()
+            for name in "qkv":
+                assert relative_error(found[5][name], exact[name]) < 3 * RELATIVE[dtype], (name, more)
 
 
 # The clocks of the library: that they count, and whose; what they say, no test asks.
@@ -709,47 +616,15 @@ def test_a_call_is_bounded() -> None:
     assert max(spans) == 4
 
 
-def test_vmap_over_rows_with_documents_of_their_own() -> None:
-    index = build_index(Documents(ids=torch.randint(0, 3, (2, 200)).sort(-1).values), 200, batch=2)
-    q, k, v, _ = make_inputs(6, 2, 200)
-    q, k, v = (x.unflatten(0, (3, 2)) for x in (q, k, v))
-
-    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sparse_attention(q, k, v, index, backend="native")
-
-    expected = torch.stack([one(*row) for row in zip(q, k, v, strict=True)])
-    torch.testing.assert_close(torch.func.vmap(one)(q, k, v), expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7F800001, -0x3FFFFD], ids=hex)
 def test_a_nan_that_is_kept_shows(bits: int) -> None:
     """Whatever its payload; and only in the row that it belongs to, or in all rows that keep its key."""
-    q, k, v, out_grad = make_inputs(1, 2, 150, head_dim=16, dtype=torch.float32)
-    bad = q.clone()
-    bad.view(torch.int32)[0, 1, 70, 3] = bits
-    rows = attend(bad, k, v, Causal(), out_grad).out.isnan()
-    assert rows[0, 1, 70].all()
-    assert rows.sum() == 16
-    bad = k.clone()
-    bad.view(torch.int32)[0, 1, 70, 3] = bits
-    rows = attend(q, bad, v, Causal(), out_grad).out.isnan()
-    assert rows[0, 1, 70:].all()
-    assert not rows[0, 1, :70].any()
-    assert not rows[0, 0].any()
-
-
-@pytest.mark.parametrize("hidden", [70, 71], ids=["even", "odd"])
-def test_a_hidden_value_reaches_no_row(hidden: int) -> None:
-    """The values of two keys can lie in one register. The width is no multiple of a vector's."""
-    q, k, v, _ = make_inputs(1, 2, 150, head_dim=24, dtype=torch.bfloat16)
-    mask = torch.ones(1, 150, dtype=torch.bool)
-    mask[0, hidden] = False
-    v[:, :, hidden] = 0
-    expected = sparse_attention(q, k, v, Causal(), key_mask=mask, backend="native")
-    v[:, :, hidden] = math.nan
-    found = sparse_attention(q, k, v, Causal(), key_mask=mask, backend="native")
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert not found.isnan().any()
+    for place, last in ((0, 71), (1, 150)):
+        inputs = make_inputs(1, 2, 150, head_dim=16, dtype=torch.float32)
+        inputs[place].view(torch.int32)[0, 1, 70, 3] = bits
+        rows = attend(*inputs[:3], Causal(), inputs.grad_out)["out"].isnan()
+        assert rows[0, 1, 70:last].all()
+        assert rows.sum() == (last - 70) * 16
 
 
 def far_apart(x: Tensor, dim: int, file: Path) -> Tensor:
@@ -777,15 +652,15 @@ def test_rows_that_are_read_many_times_lie_side_by_side(
         real(job, function)
 
     monkeypatch.setattr(native._Job, "_call", spy)
-    found = attend(*tensors[:3], Dense(), tensors[3]).tensors()
+    found = attend(*tensors[:3], Dense(), tensors[3])
     far, many = 8 * 16, length == 1000
     keys, queries = 16 if many and not expands else far, 16 if many else far
     assert strides[0] == [far, keys, keys, 0]
     assert [*map(list, {*map(tuple, strides[1:])})] == [[queries, keys, keys, queries]]
-    expected = oracle(*tensors[:3], Dense(), grad_out=tensors[3])
-    for name, x in {"out": expected.out, "lse": expected.lse, **expected.grads}.items():
+    for name, x in dense(tensors).items():
         assert relative_error(found[name], x) < 1e-13, name
-    assert_same_bits(found, attend(*(x.contiguous() for x in tensors[:3]), Dense(), tensors[3].contiguous()).tensors())
+    q, k, v, out_grad = (x.contiguous() for x in tensors)
+    assert_same_bits(found, attend(q, k, v, Dense(), out_grad))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -794,9 +669,7 @@ def test_strides_beyond_32_bits(dim: int, tmp_path: Path) -> None:
     shape[dim] = 2
     tensors = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, out_grad = (far_apart(x, dim, tmp_path / str(number)) for number, x in enumerate(tensors))
-    assert_same_bits(
-        attend(q, k, v, Causal(), out_grad).tensors(), attend(*tensors[:3], Causal(), tensors[3]).tensors()
-    )
+    assert_same_bits(attend(q, k, v, Causal(), out_grad), attend(*tensors[:3], Causal(), tensors[3]))
 
 
 # What the library would read beside its tensors is refused.
@@ -809,9 +682,7 @@ def call_of(made: BlockIndex, **changes: Any) -> Call:
 Q, K = torch.zeros(2, 4, 100, 16), torch.zeros(2, 2, 150, 16)
 MISFITS: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], str]] = {
     "another dtype": ((Q, K.half(), K), {}, "one dtype"),
-    "an integer dtype": ((Q.int(), K.int(), K.int()), {}, "one dtype"),
     "three dimensions": ((Q, K[0], K), {}, "four dimensions"),
-    "another batch": ((Q, K[:1], K[:1]), {}, r"\[B, H, Nq, D\]"),
     "another head_dim": ((Q, K[..., :8], K), {}, r"\[B, H, Nq, D\]"),
     "fewer values": ((Q, K, K[:, :, 1:]), {}, r"\[B, H, Nq, D\]"),
     "no divisor": ((Q[:, :3], K, K), {}, r"\[B, H, Nq, D\]"),
@@ -851,15 +722,11 @@ def test_the_backward_operator_refuses_what_does_not_fit() -> None:
         ("group", lambda x: torch.ones_like(x)),
         ("group", lambda x: x.expand(3, 1)),
         ("rows.full_ptr", lambda x: x + 1),
-        ("rows.partial_ptr", lambda x: x.flip(0)),
         ("cols.full_ptr", lambda x: x[:-1]),
-        ("cols.partial_ptr", lambda x: -x),
         ("rows.full", lambda x: x + 9),
-        ("rows.partial", lambda x: x - 9),
         ("cols.full", lambda x: x + 9),
         ("cols.partial", lambda x: x + 9),
         ("rows.tile", lambda x: x + 9),
-        ("cols.tile", lambda x: x - 9),
         ("table.bits", lambda x: x[..., :2]),
         ("table.bits_t", lambda x: x.long()),
         ("table.rows_any", lambda x: x[:0]),
@@ -885,36 +752,32 @@ def small_calls() -> dict[str, Callable[[], Bits]]:
     """Calls that differ from the first in one thing that a template must not hold, or must be told by."""
     torch.manual_seed(0)
     tensors = make_inputs(2, 4, 26, head_dim=16, dtype=torch.float32)
-    other = make_inputs(2, 4, 26, head_dim=16, dtype=torch.float32)
     wide = [torch.randn(2, 26, 4, 40)[..., 3:19].transpose(1, 2) for _ in range(4)]
     gaps = [torch.randn(2, 4, 26, 32)[..., ::2] for _ in range(4)]
-    few_keys = tensors[1][:, :2], tensors[2][:, :2]
-    index = build_index(Causal() & Window(9, 0), 26)
 
     def call(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor, rule: Any = None, **options: Any) -> Callable[[], Bits]:
-        return lambda: attend(q, k, v, Causal() if rule is None else rule, out_grad, **options).tensors()
+        return lambda: attend(q, k, v, Causal() if rule is None else rule, out_grad, **options)
 
     q, k, v, out_grad = tensors
     dropout = {"dropout_p": 0.3, "seed": 1}
     return {
         "plain": call(*tensors),
-        "other addresses": call(*other),
+        "other addresses": call(*make_inputs(2, 4, 26, head_dim=16, dtype=torch.float32)),
         "other strides": call(*wide),
         "one tensor of other strides": call(q, k, wide[2], out_grad),
         "rows with gaps": call(*gaps),
         "rows without gaps": call(*(x.contiguous() for x in gaps)),
         "another dtype": call(*(x.double() for x in tensors)),
-        "half precision": call(*(x.bfloat16() for x in tensors)),
         "another scale": call(*tensors, scale=0.7),
         "another start": call(*tensors, start=3),
         "no keys for the first": call(*tensors, start=-5),
         "fewer keys": call(q, k[:, :, :20], v[:, :, :20], out_grad),
-        "key heads": call(q, *few_keys, out_grad),
+        "key heads": call(q, k[:, :2], v[:, :2], out_grad),
         "one batch element": call(*(x[:1] for x in tensors)),
         "another pattern": call(*tensors, Dense()),
         "a pattern without a text": call(*tensors, Blocks(torch.eye(2, dtype=torch.bool), block=16)),
         "another one": call(*tensors, Blocks(torch.ones(2, 2, dtype=torch.bool).tril(), block=16)),
-        "an index": call(*tensors, index),
+        "an index": call(*tensors, build_index(Causal() & Window(9, 0), 26)),
         "an index of equal lists": call(*tensors, build_index(Causal(), 26)),
         "a key mask": call(*tensors, key_mask=torch.rand(2, 26) < 0.5),
         "key lengths": call(*tensors, key_lengths=torch.tensor([26, 4])),
@@ -942,7 +805,7 @@ def test_a_cached_index_that_changes_is_checked_again() -> None:
     clear_cache()
     q, k, v, out_grad = make_inputs(1, 2, 26, head_dim=16, dtype=torch.float32)
     index = build_index(Causal(), 26, num_heads=2)
-    expected = attend(q, k, v, Causal(), out_grad).tensors()
+    expected = attend(q, k, v, Causal(), out_grad)
     attend(q, k, v, Causal(), out_grad)
     assert plans._plans
     index.rows.partial.add_(9)
@@ -956,7 +819,7 @@ def test_a_cached_index_that_changes_is_checked_again() -> None:
     with pytest.raises(ValueError, match=r"rows\.partial"):
         torch.autograd.grad(out, leaf, out_grad)
     index.rows.partial.sub_(9)
-    assert_same_bits(attend(q, k, v, Causal(), out_grad).tensors(), expected)
+    assert_same_bits(attend(q, k, v, Causal(), out_grad), expected)
     clear_cache()
 
 
@@ -990,27 +853,20 @@ def test_bad_arguments_are_refused_after_good_ones() -> None:
 @pytest.mark.usefixtures("many_threads")
 def test_python_threads_share_a_template() -> None:
     """Calls of one layout at once: a structure that two of them filled in would mix up their tensors."""
-    problems = []
-    for seed in range(4):
-        torch.manual_seed(seed)
-        inputs = make_inputs(1, 8, 100, head_dim=64, dtype=torch.float32)
-        problems.append(partial(lambda q, k, v, out_grad: attend(q, k, v, Causal(), out_grad).tensors(), *inputs))
-    expected = [problem() for problem in problems]
-    wrong: list[int] = []
+    problems = [
+        Problem(make_inputs(1, 8, 100, head_dim=64, dtype=torch.float32), build_index(Causal(), 100)) for _ in range(4)
+    ]
+    expected = [bits_of(problem, 1) for problem in problems]
     gate = threading.Barrier(4)
 
     def work(number: int) -> None:
         gate.wait(30)
         for _ in range(40):
-            found = problems[number]()
-            wrong.extend(number for name, x in expected[number].items() if not torch.equal(found[name], x))
+            q, k, v, out_grad = problems[number].clean
+            assert_same_bits(attend(q, k, v, Causal(), out_grad), expected[number])
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4), timeout=120))
 
 
 def test_plans_are_few_and_keep_no_tensor_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1252,7 +1108,9 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def test_tiles_against_the_oracle(part: int, tiles: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in DRAWN[tiles][part::4]:
         # Drawn by turns, cases of bfloat16 never meet dropout.
-        run(replace(draw(number), dropout_p=0.3 if number % 3 == 0 else 0.0), monkeypatch)
+        case = draw(number)
+        case.dropout_p = 0.3 if number % 3 == 0 else 0.0
+        run(case, monkeypatch)
 
 
 PARTS_ERROR = 1e-5
@@ -1260,38 +1118,24 @@ PARTS_ERROR = 1e-5
 scores. docs/reference/environment.md states them."""
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("head_dim", [40, 64, 250])
-def test_tiles_are_as_exact_as_torchs(head_dim: int, size: int, tiles: torch.dtype) -> None:
+@pytest.mark.parametrize(("head_dim", "size"), [(40, 1), (64, 1), (64, 4), (128, 2), (250, 2)])
+def test_tiles_are_as_exact_as_torchs(
+    head_dim: int, size: int, tiles: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their weights are rounded to bfloat16, as torch's are: an old maximum would let the largest be other than 1."""
-    q, k, v, _ = make_inputs(1, 1, 600, head_dim=head_dim, dtype=torch.float32)
-    q, k, v = ((x * factor).to(tiles) for x, factor in ((q, size), (k, 1), (v, 1)))
-    out, lse = sparse_attention(q, k, v, Dense(), backend="native", return_lse=True)
-    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    expected = oracle(q, k, v, Dense())
-    half = tiles != torch.float32
-    bound = 1.05 * relative_error(theirs, expected.out) if half else PARTS_ERROR * size
-    assert relative_error(out, expected.out) < bound
+    inputs = make_inputs(1, 1, 600, head_dim=head_dim, dtype=torch.float32)
+    q, k, v, out_grad = tensors = [x.to(tiles) for x in (inputs.q * size, *inputs[1:])]
+    theirs, exact = torchs(q, k, v, out_grad), dense(tensors)
     # The products of low parts are missing, up to 2^-16 of each product and with either sign.
     products = (q.abs().float() @ k.abs().float().mT).max() * head_dim**-0.5
     missing = 0.0 if tiles == torch.bfloat16 else products * 2**-17
-    assert (lse.double() - expected.lse).abs().max() < 4e-6 * size + missing
-
-
-@pytest.mark.parametrize(("head_dim", "size"), [(40, 1), (64, 4), (128, 2)])
-def test_gradients_by_tiles_are_as_exact_as_torchs(
-    head_dim: int, size: int, tiles: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = make_inputs(1, 1, 600, head_dim=head_dim, dtype=torch.float32)
-    q, k, v, out_grad = (x.to(tiles) for x in (inputs.q * size, *inputs[1:]))
-    _, theirs = torchs(q, k, v, out_grad)
-    expected = oracle(q, k, v, Dense(), grad_out=out_grad).grads
-    for products in (5, 7):
-        monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
-        for name, mine in attend(q, k, v, Dense(), out_grad).grads.items():
-            half = tiles != torch.float32
-            bound = relative_error(theirs[name], expected[name]) if half else PARTS_ERROR * size
-            assert relative_error(mine, expected[name]) < bound, name
+    for route in (5, 7):
+        monkeypatch.setattr(native, "backward_products", lambda *_, route=route: route)
+        mine = attend(q, k, v, Dense(), out_grad)
+        for name, factor in {"out": 1.05, "q": 1, "k": 1, "v": 1}.items():
+            bound = PARTS_ERROR * size if tiles == torch.float32 else factor * relative_error(theirs[name], exact[name])
+            assert relative_error(mine[name], exact[name]) < bound, name
+        assert (mine["lse"].double() - exact["lse"]).abs().max() < 4e-6 * size + missing
 
 
 def squares(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -1327,15 +1171,15 @@ def test_both_routes_by_tiles_give_the_same_bits(
     options = {"key_mask": torch.rand(1, n_tokens) < 0.9, "dropout_p": 0.2, "seed": 3} if pattern is LONG else {}
     if kv_heads == 2:
         options |= {"softcap": 1.5, "alibi_slopes": torch.tensor([0.02, 0.05])}
-    problem = Problem(inputs, inputs, torch.randn(1, 2, n_tokens), index, options)
+    problem = Problem(inputs, index, torch.randn(1, 2, n_tokens), options)
     found = {}
     for products, threads in ((5, 1), (7, 1), (7, 3)):
         monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
         found[products, threads] = bits_of(problem, threads)
         assert_same_bits(found[products, threads], found[5, 1])
-    expected = oracle(*inputs[:3], index, grad_out=inputs.grad_out, grad_lse=problem.lse_grad, **options)
-    for name, exact in expected.grads.items():
-        assert relative_error(found[5, 1][name], exact) < RELATIVE[rounding_of(tiles)], name
+    exact = problem.exact()
+    for name in "qkv":
+        assert relative_error(found[5, 1][name], exact[name]) < RELATIVE[rounding_of(tiles)], name
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3.4e38], ids=str)
@@ -1355,7 +1199,9 @@ def test_a_nan_reaches_no_gradient_of_a_tile_that_keeps_it_nowhere(
         inputs = [q, k, v, out_grad]
         inputs[place] = inputs[place].clone()
         inputs[place][0, 0, 5, 7] = bad
-        grads = attend(*inputs[:3], index, inputs[3]).grads
+        grads = attend(*inputs[:3], index, inputs[3])
+        if place == 0:
+            assert grads["out"][0, 0, 6:].isfinite().all()
         for name in "kv" if place in (0, 3) else "q":
             assert grads[name][0, 0, :32].isfinite().all(), (place, name)
             assert not grads[name][0, 0, 32:].isfinite().all(), (place, name)
@@ -1373,18 +1219,6 @@ def test_the_largest_weight_is_one(tiles: torch.dtype) -> None:
     torch.testing.assert_close(lse, (q.float() * k.float()).sum(-1) * 32**-0.5, rtol=3e-7, atol=3e-7 + missing)
 
 
-def test_tiles_keep_a_nan_where_it_is(tiles: torch.dtype) -> None:
-    q, k, v, _ = make_inputs(1, 2, 150, head_dim=40, dtype=tiles)
-    for x in (q, k):
-        bad = x.clone()
-        bad[0, 1, 70, 3] = math.nan
-        out = sparse_attention(*((bad, k) if x is q else (q, bad)), v, Causal(), backend="native")
-        assert not out[0, 0].isnan().any()
-        assert not out[0, 1, :70].isnan().any()
-        assert out[0, 1, 70].isnan().all()
-        assert out[0, 1, 71:].isnan().all() == (x is k)
-
-
 def test_tiles_leave_the_modes_of_the_thread_alone(tiles: torch.dtype) -> None:
     """They flush denormal numbers, and other libraries must neither see that nor lose tiles of their own."""
     q, k, v, _ = make_inputs(1, 1, 200, head_dim=64, dtype=tiles)
@@ -1399,8 +1233,7 @@ def test_tiles_leave_the_modes_of_the_thread_alone(tiles: torch.dtype) -> None:
 def test_the_sets_of_tiles_compute_wide_dtypes_as_avx512_does(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = make_inputs(1, 2, 200, head_dim=32, dtype=dtype)
-    problem = Problem(inputs, inputs, None, build_index(Causal() & Window(90), 200, num_heads=2), {})
+    problem = Problem(make_inputs(1, 2, 200, head_dim=32, dtype=dtype), build_index(Causal() & Window(90), 200))
     found = {}
     for name in ("avx512", "amx_emulated"):
         use_set(name, monkeypatch)
@@ -1414,7 +1247,7 @@ def test_the_sets_of_tiles_compute_wide_dtypes_as_avx512_does(
 def test_float32_is_computed_in_parts_only_where_the_caller_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls that share their templates, each has the precision of its moment, backward as forward."""
     inputs = make_inputs(1, 2, 200, head_dim=32, dtype=torch.float32)
-    problem = Problem(inputs, inputs, None, build_index(Causal() & Window(90), 200, num_heads=2), {})
+    problem = Problem(inputs, build_index(Causal() & Window(90), 200))
     use_set("amx_emulated", monkeypatch)
     exact = bits_of(problem, 1)
     found = []
@@ -1438,16 +1271,6 @@ def test_float32_is_computed_in_parts_only_where_the_caller_allows_it(monkeypatc
     with precision_of("high"):
         grads = torch.autograd.grad(out, leaves, inputs.grad_out)
     assert not any(torch.equal(grad, exact[name]) for name, grad in zip("qkv", grads, strict=True))
-
-
-@pytest.mark.parametrize("name", ["avx2", "avx512", "neon"])
-def test_without_tiles_float32_stays_as_exact_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_set(name, monkeypatch)
-    inputs = make_inputs(1, 2, 200, head_dim=32, dtype=torch.float32)
-    problem = Problem(inputs, inputs, None, build_index(Causal() & Window(90), 200, num_heads=2), {})
-    exact = bits_of(problem, 1)
-    with precision_of("medium"):
-        assert_same_bits(bits_of(problem, 1), exact)
 
 
 def test_masses_of_float32_are_exact_whatever_the_caller_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1545,7 +1368,7 @@ def test_the_self_test_finds_lost_tiles(monkeypatch: pytest.MonkeyPatch, capsys:
     assert report.sums > 0
     assert report.threads == 2 * (os.cpu_count() or 1)
     # Tiles that are gone leave the sum as it was.
-    use(SimpleNamespace(ringtile_multiply_tiles=lambda *arguments: 0))
+    use(Case(ringtile_multiply_tiles=lambda *arguments: 0))
     report = check_tiles(seconds=0.01, products=3)
     assert report.wrong == report.sums > 0
     monkeypatch.setattr(doctor, "check_tiles", lambda: report)

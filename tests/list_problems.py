@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from oracle import relative_error
 from torch import Tensor
 
 from ringtile.kernels.contracts import Lists
+from ringtile.testing.oracle import attention
 
 NAMES = ("out", "lse", "q", "k", "v")
 
@@ -87,16 +87,11 @@ def kept_pairs(lists: Lists, case: Case) -> Tensor:
 
 
 def expected(inputs: Inputs, kept: Tensor, scale: float) -> dict[str, Tensor]:
-    """Outputs, lse and gradients by a dense masked softmax in float64."""
-    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
-    ratio, some = q.shape[1] // k.shape[1], kept.any(3)
-    scores = (q @ k.repeat_interleave(ratio, 1).mT * scale).masked_fill(~kept, -math.inf)
-    lse = scores.masked_fill(~some[..., None], 0).logsumexp(3)
-    weights = torch.where(kept, (scores - lse[..., None]).exp(), 0)
-    out = weights @ v.repeat_interleave(ratio, 1)
-    total = (out * inputs.out_grad.double()).sum() + torch.where(some, lse * inputs.lse_grad.double(), 0).sum()
-    grads = torch.autograd.grad(total, (q, k, v))
-    return dict(zip(NAMES, (out.detach(), torch.where(some, lse, -math.inf).detach(), *grads), strict=True))
+    """Outputs, lse and gradients in float64."""
+    leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
+    out, lse = attention(*leaves, kept, scale=scale)
+    total = (out * inputs.out_grad.double()).sum() + (torch.where(kept.any(3), lse, 0) * inputs.lse_grad.double()).sum()
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)), strict=True))
 
 
 def sdpa_errors(inputs: Inputs, kept: Tensor, scale: float) -> dict[str, float]:

@@ -174,11 +174,6 @@ def linear_exp2(x: Tensor) -> Tensor:
     return (1 + bits - bits.floor()) * torch.exp2(bits.floor())
 
 
-def test_linear_exponentials_are_within_three_percent() -> None:
-    x = torch.linspace(-3, 3, 60001, dtype=torch.float64)
-    assert (linear_exp2(x) / torch.exp2(x) - 1).abs().max() < 0.031
-
-
 def in_units(x: Tensor) -> Tensor:
     """Round each vector to 127 steps of its largest number."""
     unit = x.float().abs().amax(3, keepdim=True) / 127
@@ -275,35 +270,13 @@ def test_a_row_that_sees_a_nan_does_not_count(pool: str) -> None:
     assert found.isfinite().all()
 
 
-def test_rows_that_see_nothing_do_not_count() -> None:
-    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 10, 8)
-    groups = torch.tensor([0, 2, 2, 4], dtype=torch.int32)
-    found = pooled_masses(query, key, segment=5, seen=torch.tensor([0, 10, 0, -1]), groups=groups)
-    alone = pooled_masses(query[:, :, 1:2], key, segment=5, seen=torch.tensor([10]), groups=groups[:2].clamp(max=1))
-    torch.testing.assert_close(found[:, :, 0], alone[:, :, 0], rtol=0, atol=0)
-    assert (found[:, :, 1:] == 0).all()
-
-
-def test_batch_elements_and_heads_do_not_meet() -> None:
-    query, key, options = draw(5, torch.float32)
-    query, key = query[:, :2].repeat(3, 1, 1, 1), key[:, :1].repeat(3, 2, 1, 1)
-    options["bias"] = None
-    whole = pooled_masses(query, key, **options)
-    key[1, 0], query[2, 1] = math.nan, math.nan
-    found = pooled_masses(query, key, **options)
-    for b, h in ((0, 0), (0, 1), (1, 1), (2, 0)):
-        torch.testing.assert_close(found[b, h], whole[b, h], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)], ids=str)
-def test_nothing_to_pool(shape: tuple[int, ...]) -> None:
-    query, key = torch.randn(shape), torch.randn(shape[0], 1, 10, 8)
-    groups = torch.tensor([0, shape[2]], dtype=torch.int32)
-    found = pooled_masses(query, key, segment=4, seen=torch.ones(shape[2], dtype=torch.int64), groups=groups)
-    assert found.shape == (shape[0], 2, 1, 3)
+@pytest.mark.parametrize(("batch", "rows", "n_keys"), [(0, 4, 10), (1, 0, 10), (1, 4, 0)])
+def test_nothing_to_pool(batch: int, rows: int, n_keys: int) -> None:
+    query, key = torch.randn(batch, 2, rows, 8), torch.randn(batch, 1, n_keys, 8)
+    groups, seen = torch.tensor([0, rows], dtype=torch.int32), torch.ones(rows, dtype=torch.int64)
+    found = pooled_masses(query, key, segment=4, seen=seen, groups=groups)
+    assert found.shape == (batch, 2, 1, -(-n_keys // 4))
     assert not found.any()
-    none = pooled_masses(query, key[:, :, :0], segment=4, seen=torch.ones(shape[2], dtype=torch.int64), groups=groups)
-    assert none.shape == (shape[0], 2, 1, 0)
 
 
 def test_one_operator_in_a_graph() -> None:
@@ -334,7 +307,6 @@ FINE: dict[str, Any] = {
         (Q, K.half(), {}, "one floating-point dtype"),
         (Q.int(), K.int(), {}, "one floating-point dtype"),
         (Q, K[..., :8], {}, r"^key: expected \[2, a divisor of 4, K, 16\]"),
-        (Q, K[:1], {}, "^key: "),
         (Q[:, :3], K, {}, "^key: "),
         (Q, K, {"by_sign": True}, "K, 32"),
         (Q, K, {"segment": 0}, "^segment: "),

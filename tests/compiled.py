@@ -16,28 +16,9 @@ from triton.runtime.jit import create_function_from_signature
 from ringtile.kernels.triton.launches import Choice, Launch
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-TARGETS = {
-    "sm_70": GPUTarget("cuda", 70, 32),
-    "sm_75": GPUTarget("cuda", 75, 32),
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_BYTES = {
-    "sm_70": 96 * 1024,
-    "sm_75": 64 * 1024,
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "gfx942": 64 * 1024,
-}
+TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (70, 75, 80, 86, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+SHARED_BYTES = dict(zip(TARGETS, (size * 1024 for size in (96, 64, 163, 99, 99, 227, 227, 99, 64)), strict=True))
 """What one program may have of shared memory."""
 
 

@@ -18,11 +18,10 @@ import torch
 from indices import edited
 from torch import Tensor
 
-from ringtile import build_index, dilated_attention, sparse_attention
+from ringtile import build_index, sparse_attention
 from ringtile.cli import main
 from ringtile.index import BlockIndex
 from ringtile.kernels import fa4
-from ringtile.kernels.contracts import Call, Rows
 from ringtile.kernels.select import backend_report
 from ringtile.patterns import (
     BlockDilated,
@@ -31,11 +30,8 @@ from ringtile.patterns import (
     Documents,
     GlobalTokens,
     Pattern,
-    RandomBlocks,
     Segments,
     Window,
-    from_mask,
-    longnet_union,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -201,9 +197,6 @@ PATTERNS: dict[str, tuple[int, int, Pattern]] = {
     "one key": (140, 1, Dense()),
     "whole tiles": (256, 512, BlockDilated((2,), 2)),
     "per head": (384, 384, Segments(100, 3)),
-    "random blocks": (640, 640, Causal() & RandomBlocks(2, seed=3)),
-    "longnet": (400, 400, longnet_union([128, 400], [1, 4])),
-    "packed": (330, 330, Causal() & Documents(lengths=[70, 1, 128, 131])),
     "rows of a batch": (384, 384, Documents(ids=IDS) & Segments(150, 2)),
     "empty rows": (300, 300, Causal() & Window(40) & ~Window(2)),
     "keys of queries that are not there": (300, 333, Causal()),
@@ -271,36 +264,6 @@ def test_output_lse_and_gradients_are_those_of_float64(
         assert_same(tensors(n, m, key_heads=4, dims=(16, 32)), pattern, start=start_of(n, m), scale=0.7)
 
 
-def test_a_softmax_over_more_keys_gives_each_part_its_gradients(stand_in: StandIn) -> None:
-    # The parts of the keys are computed apart, and each backward pass is given the output and lse of all.
-    inputs = tensors(384, 384)
-    q, k, v = (x.detach() for x in inputs)
-    out, lse, *expected = results("reference", inputs, Window(150))
-    out_grad = torch.linspace(-1, 1, out.shape[-1]).to(out.dtype).expand_as(out)
-    lse_grad = torch.linspace(0, 1, 384).expand_as(lse)
-    parts = []
-    dense = build_index(Window(150), 384).to_dense()[0, 0]
-    for keys in (slice(0, 256), slice(256, 384)):
-        index = build_index(from_mask(dense[:, keys]), *dense[:, keys].shape)
-        call = Call(index.start, 128, q.shape[-1] ** -0.5, index.tensors(), backend="fa4")
-        parts.append(fa4.backward(Rows(out_grad, lse_grad, q, k[:, :, keys], v[:, :, keys], out, lse), call))
-    (first, *firsts), (second, *seconds) = parts
-    found = first.double() + second.double(), *(torch.cat(x, 2) for x in zip(firsts, seconds, strict=True))
-    for name, x, y in zip(("q_grad", "k_grad", "v_grad"), found, expected, strict=True):
-        assert_close(x.to(y.dtype), y, name)
-
-
-def test_dilated_attention_merges_its_parts(stand_in: StandIn) -> None:
-    inputs = [x[:, :2] for x in tensors(300, 300, key_heads=4, dims=(16, 16))]
-    found, expected = (
-        dilated_attention(*inputs, [128, 300], [1, 2], backend=backend) for backend in ("fa4", "blockwise")
-    )
-    assert_close(found, expected, "out")
-    grads = (torch.autograd.grad(out.double().square().sum(), inputs) for out in (found, expected))
-    for x, y in zip(*grads, strict=True):
-        assert_close(x, y, "grad")
-
-
 def test_what_nobody_keeps_changes_nothing(stand_in: StandIn) -> None:
     pattern = Causal() & Window(40) & ~Window(2)
     inputs = tensors(300, 300)
@@ -344,41 +307,29 @@ def test_full_tiles_need_no_bits(stand_in: StandIn) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "options", "reason"),
+    ("shape", "options", "reason"),
     [
-        (Causal(), {"start": 5}, "a start at a multiple of 128, got call.start=5"),
-        (Causal(), {"dropout_p": 0.1}, "dropout_p"),
-        (Causal(), {"softcap": 2.0}, "softcap"),
-        (Causal(), {"scale": -1.0}, "scale > 0"),
-        (Dense(), {"key_mask": torch.ones(2, 168, dtype=torch.bool)}, "key_bits"),
-        (Dense(), {"key_lengths": torch.tensor([3, 4])}, "key_lengths"),
-        (Dense(), {"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
+        ({}, {"start": 5}, "a start at a multiple of 128, got call.start=5"),
+        ({}, {"dropout_p": 0.1}, "dropout_p"),
+        ({}, {"softcap": 2.0}, "softcap"),
+        ({}, {"scale": -1.0}, "scale > 0"),
+        ({}, {"key_mask": torch.ones(2, 168, dtype=torch.bool)}, "key_bits"),
+        ({}, {"key_lengths": torch.tensor([3, 4])}, "key_lengths"),
+        ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
+        ({"dtype": torch.float32}, {}, "supports torch.bfloat16, torch.float16, got q.dtype=torch.float32"),
+        ({"dims": (136, 16)}, {}, "head dims up to 128"),
+        ({"dims": (16, 136)}, {}, "head dims up to 128"),
+        ({"n": 0}, {}, "needs queries and keys"),
     ],
     ids=str,
 )
 def test_what_the_kernels_do_not_know_is_a_reason(
-    pattern: Pattern, options: dict[str, Any], reason: str, stand_in: StandIn
+    shape: dict[str, Any], options: dict[str, Any], reason: str, stand_in: StandIn
 ) -> None:
-    with pytest.raises(ValueError, match="backend 'fa4' does not support this call") as refused:
-        sparse_attention(*tensors(40, 168), pattern, enable_gqa=True, backend="fa4", **options)
-    assert reason in str(refused.value)
+    inputs = tensors(**{"n": 40, "m": 168, **shape})
+    with pytest.raises(ValueError, match=f"backend 'fa4' does not support this call.*{reason}"):
+        sparse_attention(*inputs, Causal(), enable_gqa=True, backend="fa4", **{"start": 128, **options})
     assert not stand_in.calls
-
-
-@pytest.mark.parametrize(
-    ("shape", "reason"),
-    [
-        ({"dtype": torch.float32}, "supports torch.bfloat16, torch.float16, got q.dtype=torch.float32"),
-        ({"dims": (136, 16)}, "head dims up to 128"),
-        ({"dims": (16, 136)}, "head dims up to 128"),
-        ({"n": 0}, "needs queries and keys"),
-    ],
-    ids=str,
-)
-def test_shapes_and_dtypes_without_a_kernel_are_a_reason(shape: Any, reason: str, stand_in: StandIn) -> None:
-    with pytest.raises(ValueError, match="does not support this call") as refused:
-        sparse_attention(*tensors(**{"n": 9, "m": 9, **shape}), enable_gqa=True, backend="fa4", start=0)
-    assert reason in str(refused.value)
 
 
 def test_other_gpus_are_a_reason(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,15 +442,11 @@ def test_a_kind_is_compared_once_and_a_pass_when_it_is_needed(stand_in: StandIn)
     ("name", "wrong", "said"),
     [
         ("out", lambda x: x * 1.1, "is wrong: out by"),
-        ("out", lambda x: x.roll(1, 2), "is wrong: out by"),
         ("out", lambda x: torch.where(x == 0, math.nan, x), "is wrong: out by nan"),
-        ("lse", lambda x: x / math.log(2), "is wrong: lse by"),
         ("lse", lambda x: x + 0.05, "is wrong: lse by"),
         ("lse", lambda x: x.nan_to_num(neginf=0), "is wrong: lse by inf"),
-        ("lse", lambda x: x.masked_fill(x > 1, -math.inf), "is wrong: lse by inf"),
         ("scale", lambda x: x * 1.2, "is wrong: out by"),
         ("kept", lambda x: x.roll(1, 1), "is wrong: out by"),
-        ("kept", lambda x: x | x.roll(1, 3), "is wrong: out by"),
     ],
 )
 @pytest.mark.parametrize("stand_in", [9], indirect=True)
@@ -516,11 +463,9 @@ def test_a_wrong_forward_pass_is_refused(name: str, wrong: Any, said: str, stand
     [
         ("q_grad", lambda x: x * 1.1, "q_grad by"),
         ("k_grad", lambda x: x.roll(1, 2), "k_grad by"),
-        ("v_grad", lambda x: torch.zeros_like(x), "v_grad by"),
         ("v_grad", lambda x: x.index_fill(1, torch.tensor([300]), math.nan), "v_grad by nan"),
         ("lse_grad", lambda x: torch.zeros_like(x), "q_grad by"),
         ("given lse", lambda x: None, "q_grad by"),
-        ("kept", lambda x: x.roll(1, 0), "q_grad by"),
         ("kept", lambda x: x & x.roll(1, 2), "q_grad by"),
     ],
 )
@@ -553,13 +498,6 @@ def test_a_compiled_call_is_compared_when_it_runs(stand_in: StandIn) -> None:
     stand_in.wrong["out"] = lambda x: x * 1.1
     with pytest.raises(ValueError, match="is wrong: out by"):
         compiled(*inputs)
-
-
-def test_vmap_and_grad_compose(stand_in: StandIn) -> None:
-    q, k, v = (x.detach() for x in tensors(40, 40, key_heads=4))
-    attend = lambda q: sparse_attention(q, k, v, Causal(), backend="fa4").double().square().sum()  # noqa: E731
-    single = torch.stack([torch.func.grad(attend)(x) for x in (q, q * 0.5)])
-    assert_close(torch.vmap(torch.func.grad(attend))(torch.stack((q, q * 0.5))), single, "q_grad")
 
 
 class CuteError(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -19,6 +18,7 @@ from ringtile.kernels.contracts import Rows
 from ringtile.kernels.flash import Torch
 from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Strided, Window, parse
 from ringtile.patterns.facts import Band, band_of
+from ringtile.testing.oracle import attention
 
 CUTE, THREE, TWO = "flash_attn.cute.interface", "flash_attn_3.flash_attn_interface", "flash_attn.flash_attn_interface"
 
@@ -31,24 +31,19 @@ def kept_by(q: Tensor, k: Tensor, left: int, right: int, causal: bool) -> Tensor
     return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, causal: bool) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *sides: Any) -> tuple[Tensor, Tensor]:
     """``[B, N, H, D]``; results in float64."""
-    groups = q.shape[2] // k.shape[2]
-    wide, keys, values = q.double().transpose(1, 2), *(x.double().transpose(1, 2) for x in (k, v))
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    kept = kept_by(q, k, left, right, causal)
-    scores = (wide @ keys.mT * scale).masked_fill(~kept, -math.inf)
-    return (scores.softmax(-1) @ values).transpose(1, 2), scores.logsumexp(-1)
+    out, lse = attention(*(x.transpose(1, 2) for x in (q, k, v)), kept_by(q, k, *sides), scale=scale)
+    return out.transpose(1, 2), lse
 
 
 def grads_of(out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rule: Any) -> list[Tensor]:
     """From out and lse as they came, as a kernel computes them; ``rule`` is scale, left, right, causal."""
-    scale, left, right, causal = rule
+    scale, *sides = rule
     groups = q.shape[2] // k.shape[2]
-    wide, grad, given = (x.double().transpose(1, 2) for x in (q, out_grad, out))
-    keys, values = (x.double().transpose(1, 2).repeat_interleave(groups, 1) for x in (k, v))
-    kept = kept_by(q, k, left, right, causal)
-    p = torch.exp(wide @ keys.mT * scale - lse.double().unsqueeze(-1)).masked_fill(~kept, 0)
+    wide, grad, given, keys, values = (x.double().transpose(1, 2) for x in (q, out_grad, out, k, v))
+    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    p = torch.exp(wide @ keys.mT * scale - lse.double().unsqueeze(-1)).masked_fill(~kept_by(q, k, *sides), 0)
     ds = p * (grad @ values.mT - (grad * given).sum(-1, keepdim=True)) * scale
     sums = (x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ wide, p.mT @ grad))
     return [x.transpose(1, 2).to(q.dtype) for x in (ds @ keys, *sums)]
@@ -209,30 +204,26 @@ def test_a_package_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("pattern", "options", "reason"),
+    ("pattern", "options", "sizes", "reason"),
     [
-        (Window(3) | GlobalTokens(2), {}, "supports all pairs, causal and windows"),
-        (Causal(), {"start": 0}, "aligns the last query with the last key"),
-        (Causal(), {"dropout_p": 0.1}, "dropout_p"),
-        (Causal(), {"softcap": 2.0}, "softcap"),
-        (Causal(), {"scale": -1.0}, "scale > 0"),
-        (Dense(), {"key_mask": torch.ones(2, 40, dtype=torch.bool)}, "key_bits"),
-        (Dense(), {"key_lengths": torch.tensor([3, 4])}, "key_lengths"),
-        (Dense(), {"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
+        (Window(3) | GlobalTokens(2), {}, {}, "supports all pairs, causal and windows"),
+        (Causal(), {"start": 0}, {}, "aligns the last query with the last key"),
+        (Causal(), {"dropout_p": 0.1}, {}, "dropout_p"),
+        (Causal(), {"softcap": 2.0}, {}, "softcap"),
+        (Causal(), {"scale": -1.0}, {}, "scale > 0"),
+        (Dense(), {"key_mask": torch.ones(2, 40, dtype=torch.bool)}, {}, "key_bits"),
+        (Dense(), {"key_lengths": torch.tensor([3, 4])}, {}, "key_lengths"),
+        (Dense(), {"alibi_slopes": torch.ones(4)}, {}, "alibi_slopes"),
+        (Dense(), {}, {"dtype": torch.float32}, "got q.dtype"),
+        (Dense(), {}, {"head_dim": 256}, "head dims up to 255"),
     ],
     ids=str,
 )
-def test_what_it_does_not_know_is_a_reason(pattern: Pattern, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match="backend 'flash' does not support this call") as refused:
-        sparse_attention(*tensors(30, 40), pattern, enable_gqa=True, backend="flash", **options)
-    assert reason in str(refused.value)
-
-
-def test_what_its_kernels_have_no_types_or_room_for() -> None:
-    for options, reason in (({"dtype": torch.float32}, "got q.dtype"), ({"head_dim": 256}, "head dims up to 255")):
-        with pytest.raises(ValueError, match="does not support this call") as refused:
-            sparse_attention(*tensors(9, 9, **options), backend="flash", enable_gqa=True)
-        assert reason in str(refused.value)
+def test_what_it_does_not_know_is_a_reason(
+    pattern: Pattern, options: dict[str, Any], sizes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"backend 'flash' does not support this call.*{reason}"):
+        sparse_attention(*tensors(30, 40, **sizes), pattern, enable_gqa=True, backend="flash", **options)
 
 
 def test_it_serves_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,18 +258,14 @@ def test_what_is_a_band(pattern: Pattern, band: Band | None) -> None:
 def test_it_serves_in_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, two())
     inputs = [x.detach() for x in tensors(40, 40)]
-    compiled = torch.compile(
-        lambda q, k, v: sparse_attention(q, k, v, Window(9), enable_gqa=True, backend="flash"),
-        backend="eager",
-        fullgraph=True,
-    )
-    expected = sparse_attention(*inputs, Window(9), enable_gqa=True, backend="flash")
-    torch.testing.assert_close(compiled(*inputs), expected, rtol=0, atol=0)
-    strided = torch.compile(
-        lambda q, k, v: sparse_attention(q, k, v, Strided(9), enable_gqa=True, backend="flash"), backend="eager"
-    )
-    with pytest.raises(ValueError, match="supports all pairs, causal and windows"):
-        strided(*inputs)
+    for rule in (Window(9), Strided(9)):
+        call = lambda q, k, v, rule=rule: sparse_attention(q, k, v, rule, enable_gqa=True, backend="flash")  # noqa: E731
+        compiled = torch.compile(call, backend="eager")
+        if rule == Window(9):
+            assert torch.equal(compiled(*inputs), call(*inputs))
+        else:
+            with pytest.raises(ValueError, match="supports all pairs, causal and windows"):
+                compiled(*inputs)
 
 
 @pytest.mark.parametrize("band", [Band(None, None), Band(None, 0), Band(30, 7)])

@@ -97,7 +97,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"{name} by token": {"change": only(name, by_token)} for name in ("q", "k", "v", "out", "out_grad")},
     "another scale": {"scale": 0.2},
     "a negative scale": {"scale": -0.1},
-    "float16": {"dtype": torch.float16},
     "float32": {"dtype": torch.float32},
     "grouped heads": {"kv_heads": 2},
     "a batch": {"batch": 2},
@@ -109,7 +108,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "key bits": {"key_bits": torch.zeros(1, 10, dtype=torch.int32)},
     "key lengths": {"key_lengths": torch.full((1,), 9)},
     "key lengths in 32 bits": {"key_lengths": torch.full((1,), 9, dtype=torch.int32)},
-    "both": {"key_bits": torch.zeros(1, 10, dtype=torch.int32), "key_lengths": torch.full((1,), 9)},
 }
 SCRATCH = ("SCRATCH", "STATS")
 
@@ -327,15 +325,13 @@ def test_an_index_that_changes_has_no_plan(gpu: MockGpu, index: BlockIndex) -> N
 def test_merged_tiles_are_planned_and_kept(gpu: MockGpu) -> None:
     index = build_index(Causal() & Window(40), N, num_heads=4, block=32)
     forward, _, call = problem(index)
-    for planned in (True, True):
-        found = launch(gpu, MAKES[0], forward, call, planned)
+    launch(gpu, MAKES[0], forward, call)
+    found = launch(gpu, MAKES[0], forward, call)
     assert by_plan(found)
     same(found, launch(gpu, MAKES[0], forward, call, planned=False))
     (plan,) = plans_of(index).values()
-    assert {x.data_ptr() for x in plan.kept if x.numel()} >= {
-        found[0].arguments["full_ptr"],
-        found[0].arguments["work"],
-    }
+    kept = {x.data_ptr() for x in plan.kept if x.numel()}
+    assert kept >= {found[0].arguments[name] for name in ("full_ptr", "work")}
 
 
 def test_plans_are_bounded_and_end_with_their_index(gpu: MockGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,21 +372,12 @@ def test_the_memory_of_a_plan_lives_as_long_as_the_plan(gpu: MockGpu, index: Blo
 def test_nothing_that_a_graph_captured_is_kept(gpu: MockGpu, index: BlockIndex) -> None:
     forward, backward, call = problem(index)
     gpu.capturing = True
-    captured = [each for make, x in zip(MAKES, (forward, backward), strict=True) for each in launch(gpu, make, x, call)]
+    first, again = (launch(gpu, MAKES[0], forward, call) for _ in range(2))
+    assert launch(gpu, MAKES[1], backward, call)
     gpu.capturing = False
-    assert captured
     assert not schedule._table
-
-
-def test_an_eager_call_after_a_capture_makes_its_own_schedule(gpu: MockGpu, index: BlockIndex) -> None:
-    forward, _, call = problem(index)
-    gpu.capturing = True
-    first = launch(gpu, MAKES[0], forward, call)
-    again = launch(gpu, MAKES[0], forward, call)
-    gpu.capturing = False
     eager = launch(gpu, MAKES[0], forward, call)
-    works = {each[0].arguments["work"] for each in (first, again, eager)}
-    assert len(works) == 3
+    assert len({found[0].arguments["work"] for found in (first, again, eager)}) == 3
 
 
 @pytest.fixture

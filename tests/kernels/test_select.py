@@ -91,12 +91,9 @@ def test_dense_calls_go_to_torch_if_it_has_a_matrix_unit(
     calls: dict[str, tuple[Callable[[], object], str]] = {
         "all pairs": (lambda: sparse_attention(q, k, v), "dense"),
         "causal": (lambda: sparse_attention(q, k, v, is_causal=True), "dense"),
-        "fewer keys": (lambda: sparse_attention(q, k[:, :, :30], v[:, :, :30]), "dense"),
         "segments": (lambda: dilated_attention(q, k, v, [25], [1], is_causal=True), "dense"),
         "causal from elsewhere": (lambda: sparse_attention(q[:, :, 9:], k, v, is_causal=True), "native"),
         "a window": (lambda: sparse_attention(q, k, v, window), "native"),
-        "a key mask": (lambda: sparse_attention(q, k, v, key_mask=torch.ones(1, 50).bool()), "native"),
-        "dropout": (lambda: sparse_attention(q, k, v, dropout_p=0.5), "native"),
         "few queries": (lambda: sparse_attention(q[:, :, :15], k, v), "native"),
         "float16": (lambda: sparse_attention(q.half(), k.half(), v.half()), "dense"),
         "float32": (lambda: sparse_attention(q.float(), k.float(), v.float()), "native"),

@@ -62,7 +62,6 @@ COVERED = (
     "key lengths",
     "half types within the budget",
     "what nobody keeps is not read",
-    "the future does not change the past",
     "any strides",
     "scores of any size",
     "twice the same bits",
@@ -80,13 +79,18 @@ BATCHES = [
 
 
 @cache
-def interpreted(names: tuple[str, ...], switch: str) -> str:
+def interpreted(script: str, names: tuple[str, ...], switch: str) -> str:
     """What a process prints that runs some cases: whether Triton interprets is settled when it is first imported."""
-    source = HERE.parent / "src"
-    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(source), VARIABLE: switch}
-    command = [sys.executable, HERE / "triton_cases.py", *names]
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parent / "src"), VARIABLE: switch}
+    command = [sys.executable, HERE / script, *names]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     return done.stdout + done.stderr
+
+
+def check_case(name: str, script: str, names: tuple[str, ...], switch: str = "") -> None:
+    """Assert that a case is right, in a process that runs all ``names``."""
+    printed = interpreted(script, names, switch)
+    assert re.search(rf"^right  .*  {re.escape(name)}$", printed, re.M), printed
 
 
 @needs_triton
@@ -102,8 +106,7 @@ def test_a_case_is_right_in_the_interpreter(name: str, switch: str, request: pyt
     (batch,) = (names for names, of_switch, _ in BATCHES if name in names and switch == of_switch)
     items = [item for item in request.session.items if getattr(item, "function", None) is request.function]
     chosen = {tuple(item.callspec.params[word] for word in ("name", "switch")) for item in items}
-    printed = interpreted(tuple(other for other in batch if (other, switch) in chosen), switch)
-    assert re.search(rf"^right  .*  {re.escape(name)}$", printed, re.M), printed
+    check_case(name, "triton_cases.py", tuple(other for other in batch if (other, switch) in chosen), switch)
 
 
 # Compiled ahead of time.
@@ -436,9 +439,10 @@ def test_doctor_says_what_is_not_measured(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.gpu
-def test_every_case_is_right_on_the_gpu() -> None:
+@pytest.mark.parametrize("script", ["triton_cases.py", "triton_list_cases.py"])
+def test_every_case_is_right_on_the_gpu(script: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
-    done = subprocess.run([sys.executable, HERE / "triton_cases.py"], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, HERE / script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from list_problems import Case, draw_inputs, draw_lists
+from test_triton import check_case, needs_triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_list_cases import CASES
 
 from ringtile import sparse_attention
 from ringtile.kernels import select, triton as backend
-from ringtile.kernels.contracts import Call, Lists, Rows
+from ringtile.kernels.contracts import Call, Rows
 from ringtile.kernels.triton import chosen
 from ringtile.patterns import Causal, Chosen
-
-HERE = Path(__file__).parents[1]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
 
 # In the interpreter.
 
@@ -43,38 +34,19 @@ COVERED = (
 """Cases whose lines the others run, too."""
 
 
-@cache
-def interpreted(*names: str) -> str:
-    """What a process prints that runs some cases: whether Triton interprets is settled when it is first imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parent / "src")}
-    command = [sys.executable, HERE / "triton_list_cases.py", *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return done.stdout + done.stderr
-
-
 @needs_triton
 @pytest.mark.xdist_group("interpreted lists")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COVERED])
 def test_a_case_is_right_in_the_interpreter(name: str, request: pytest.FixtureRequest) -> None:
     items = [item for item in request.session.items if getattr(item, "function", None) is request.function]
-    printed = interpreted(*(item.callspec.params["name"] for item in items))
-    assert re.search(rf"^right  .*  {re.escape(name)}$", printed, re.M), printed
+    check_case(name, "triton_list_cases.py", tuple(item.callspec.params["name"] for item in items))
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COVERED)
 def test_another_case_is_right_in_the_interpreter(name: str) -> None:
-    printed = interpreted(name)
-    assert re.search(rf"^right  .*  {re.escape(name)}$", printed, re.M), printed
-
-
-@pytest.mark.gpu
-def test_every_case_is_right_on_the_gpu() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
-    command = [sys.executable, HERE / "triton_list_cases.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_case(name, "triton_list_cases.py", (name,))
 
 
 # Compiled ahead of time.
@@ -229,16 +201,3 @@ def test_named_without_a_gpu_it_says_what_it_needs() -> None:
     q, k, v, *_ = draw_inputs(SMALL, torch.float32)
     with pytest.raises(ValueError, match=r"backend 'triton' does not support this call: needs .*GPU"):
         sparse_attention(q, k, v, Chosen(draw_lists(SMALL).indices), enable_gqa=True, backend="triton")
-
-
-@pytest.mark.parametrize("change", [{"n_queries": 0}, {"n_keys": 0}, {"length": 0}])
-def test_nothing_to_compute(change: dict[str, int]) -> None:
-    problem = SMALL._replace(**change)
-    indices = torch.zeros(1, 1, problem.n_queries, problem.length, dtype=torch.int32)
-    lists = Lists(indices, 1, torch.zeros(1, problem.n_queries, 2, dtype=torch.int32))
-    q, k, v, out_grad, lse_grad = draw_inputs(problem, torch.float32)
-    out, lse = chosen.forward(q, k, v, lists, 0.3)
-    grads = chosen.backward(Rows(out_grad, lse_grad, q, k, v, out, lse), lists, 0.3)
-    assert out.shape == (1, 2, problem.n_queries, 16)
-    assert (lse == -torch.inf).all()
-    assert not any(x.any() for x in (out, *grads))

@@ -363,7 +363,7 @@ def assert_same_bits(actual: Bits, expected: Bits) -> None:
 
 
 @pytest.mark.usefixtures("many_threads")
-@pytest.mark.parametrize(("kv_heads", "dtype"), zip((1, 2, 4), DTYPES, strict=False))
+@pytest.mark.parametrize(("kv_heads", "dtype"), [*zip((1, 2, 4), DTYPES, strict=False)])
 def test_any_number_of_threads_gives_the_same_bits(
     kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,20 +401,12 @@ def test_any_number_of_threads_gives_the_same_bits(
 
 @pytest.mark.usefixtures("many_threads")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_query_that_keeps_nothing_gives_zeros_whatever_it_holds(threads: int) -> None:
-    """Queries from 90 on have no key: the last 40 of them share a tile with others that have some."""
+def test_a_query_that_keeps_nothing_is_zero_whatever_others_of_its_tile_keep(threads: int) -> None:
+    """Queries from 90 on have no key."""
     q, k, v, out_grad = make_inputs(1, 2, 150, head_dim=16, dtype=torch.float32)
-    for x in (q, out_grad):
-        x[:, :, 90:] = math.nan
+    q[:, :, 90:] = v[:, :, 80] = math.nan
     torch.set_num_threads(threads)
-    mask = torch.arange(150).expand(1, 150) < 85
-    found = attend(q, k, v, Window(5), out_grad, key_mask=mask)
-    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
-    assert not found["out"][:, :, 90:].any()
-    assert not found["q"][:, :, 90:].any()
-    # Nor does it matter what others of its tile keep.
-    v[:, :, 80] = math.nan
-    out = attend(q, k, v, Window(5), out_grad, key_mask=mask)["out"]
+    out = attend(q, k, v, Window(5), out_grad, key_mask=torch.arange(150).expand(1, 150) < 85)["out"]
     assert out[:, :, 75:86].isnan().all()
     assert not out[:, :, 90:].any()
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import suites
-from suites import CLAIMED, PEERS, SUITES, TorchSparse, random_tiles, suite
+from suites import CLAIMED, SUITES, TorchSparse, random_tiles, suite
 
 from ringtile import cli
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose
@@ -31,7 +30,7 @@ from ringtile.kernels.native.precision import Arithmetic
 from ringtile.kernels.reference import attention_reference
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, RandomBlocks, Window, per_head
 from ringtile.tools import bench, machine, memory
-from ringtile.tools.bench import PATTERNS, TOKENS, exact, measure, roofline, run_bench
+from ringtile.tools.bench import exact, measure, roofline, run_bench
 from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense, Task, all_peers
 from ringtile.tools.bench.roofline import Work, limit_ms
@@ -256,11 +255,6 @@ def test_a_failure_of_torch_does_not_open_the_gate(monkeypatch):
     assert wrong_row.reason.startswith("wrong")
 
 
-def test_relative_error_of_what_is_not_a_number_is_infinite():
-    assert relative_error(torch.tensor([torch.nan]), torch.ones(1).double()) == torch.inf
-    assert relative_error(torch.tensor([0.5]), torch.zeros(1).double()) == 0.5
-
-
 @pytest.mark.parametrize(
     ("pattern", "dense"),
     [
@@ -458,11 +452,10 @@ def test_the_commit_is_that_of_our_own_files(tmp_path, monkeypatch):
     assert machine.commit() is None
     git("add", ".")
     git("commit", "-m", "first")
-    assert machine.commit() == git("rev-parse", "HEAD").strip()
+    first = git("rev-parse", "HEAD").strip()
+    assert machine.commit() == first
     (tmp_path / "machine.py").write_text("2")
-    assert machine.commit() == git("rev-parse", "HEAD").strip() + "+changes"
-    monkeypatch.setenv("PATH", "")
-    assert machine.commit() is None
+    assert machine.commit() == f"{first}+changes"
 
 
 def work_of(case: Case, direction: str, peer: object) -> list[Work]:
@@ -492,13 +485,10 @@ def test_the_work_of_ours_is_what_its_lanes_reach(monkeypatch):
 
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
 def test_keys_that_no_tile_keeps_are_not_read():
-    # The last query keeps the last 31 tokens, which lie in the second tile; one head of the two pairs keeps all.
+    # The last query keeps the last 31 tokens, which lie in the second tile.
     sizes = {"n_tokens": 200, "n_queries": 1, "heads": 4, "kv_heads": 2}
     (work,) = work_of(small_case(Causal() & Window(30), **sizes), FORWARD, Ringtile())
     assert work.traffic == 4 * 8 * (2 * 4 + 2 * 2 * 72)
-    near = Causal() & Window(30)
-    (work,) = work_of(small_case(per_head([near, near, near, Causal()]), **sizes), FORWARD, Ringtile())
-    assert work.traffic == 4 * 8 * (2 * 4 + 2 * (72 + 200))
 
 
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
@@ -530,9 +520,7 @@ def use_set(name, monkeypatch):
         ("amx", torch.bfloat16, 15, ["dot_bfloat16", "dot_bfloat16"], 1),
         ("amx", torch.float16, 16, ["dot_bfloat16", "dot_bfloat16"], 3),
         ("amx", torch.float32, 16, ["dot_bfloat16", "dot_bfloat16"], 3),
-        ("avx2", torch.bfloat16, 16, ["fma_float32", "fma_float32"], 1),
-        ("avx2", torch.float32, 16, ["fma_float32", "fma_float32"], 1),
-        ("avx512_bf16", torch.float16, 16, ["fma_float32", "fma_float32"], 1),
+        ("avx2", torch.float16, 16, ["fma_float32", "fma_float32"], 1),
         ("avx2", torch.float64, 16, ["fma_float64", "fma_float64"], 1),
     ],
 )
@@ -562,13 +550,8 @@ def test_the_work_of_dense_attention_is_that_of_its_pairs():
 
 
 def test_whose_work_is_not_known(monkeypatch):
-    case = small_case()
-    for peer in (
-        Fake(),
-        Ringtile("blockwise"),
-        *(peer for peer in ALL_PEERS if peer.name not in ("ringtile", DENSE)),
-    ):
-        assert work_of(case, BOTH, peer) == []
+    for peer in (Fake(), Ringtile("blockwise")):
+        assert work_of(small_case(), BOTH, peer) == []
     assert work_of(small_case(dtype=torch.bfloat16), BOTH, SdpaDense()) == []
     monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
     assert work_of(small_case(), BOTH, SdpaDense()) == []
@@ -637,55 +620,12 @@ def test_a_case_runs_with_its_own_threads():
 # The suites: what they contain, and that they run; what is in them takes minutes.
 
 
-def test_the_grid_meets_every_value_with_every_peer():
-    cells = suite("grid")
-    assert set(PEERS) == {peer.name for peer in ALL_PEERS} - {"ringtile"}
-    sizes = {(cell.case.head_dim, cell.case.dtype) for cell in cells}
-    assert sizes == set(product((64, 80, 96, 128), (torch.float32, torch.bfloat16)))
-    for n_tokens in (1024, 4096):
-        slices = [cell.case for cell in cells if cell.case.n_tokens == n_tokens and "causal" not in cell.case.asked]
-        found = [case.index.density for case in slices if case.head_dim == 64 and case.dtype == torch.float32]
-        assert found == pytest.approx([1, 0.5, 0.25, 0.1, 0.05, 0.02], rel=0.05)
-    # Each peer can run at each density, at one of the two lengths.
-    for peer in ALL_PEERS:
-        able = {cell.case.asked for cell in cells if not peer.unsupported(cell.case)}
-        assert able >= {"dense", *(f"window(1) at {density:g}" for density in (0.5, 0.25, 0.1, 0.05, 0.02))}, peer.name
-        assert any(not peer.unsupported(cell.case) for cell in cells if cell.case.n_tokens >= 4096), peer.name
-
-
-def test_the_acceptance_has_the_tiles_that_it_says():
-    # Its rows are those that scripts/acceptance.py compares, see tests/project/test_site.py.
-    def some(**facts: object) -> list[Case]:
-        cases = [cell.case for cell in suite("acceptance")]
-        return [case for case in cases if all(getattr(case, name) == fact for name, fact in facts.items())]
-
-    (half,) = some(asked="dilated([2], 4096)")
-    assert (half.index.tile_density, len(half.index.rows.full)) == (1, 0)
-    tiles = [case.index.tile_density for case in some(n_tokens=16384, dtype=torch.float32)]
-    assert tiles[::2] == pytest.approx([0.1, 0.05, 0.02], rel=0.25)
-    assert tiles[1::2] == pytest.approx([0.1, 0.05, 0.02], rel=0.2)
-    sparse = [case for case in some(n_tokens=4096, heads=8) if case.asked.startswith("window(1) at")]
-    assert [case.index.density for case in sparse] == pytest.approx([0.1, 0.05, 0.02], rel=0.02)
-    assert [case.block for case in sparse] == [128, 128, 64]
-
-
 def test_the_claims_are_measured_at_their_tile_densities():
     tasks = suite("density")
     assert [task.case.index.tile_density for task in tasks] == pytest.approx(list(CLAIMED), rel=0.005)
     assert {(task.case.n_tokens, task.case.heads, task.directions) for task in tasks} == {(16384, 4, DIRECTIONS)}
-    assert all(task.case.dense_pattern == Causal() for task in tasks)
-    assert torch.equal(random_tiles(16, 0.1, seed=3), random_tiles(16, 0.1, seed=3))
     # The diagonal is more than a twentieth of 4 x 4 tiles.
     assert torch.equal(random_tiles(4, 0.05), torch.eye(4, dtype=torch.bool))
-
-
-def test_the_default_suite_is_what_the_command_measures_without_arguments_and_torch_sparse():
-    args = cli.parse(["bench"])
-    tasks = list(bench._tasks(args))
-    assert [(task.case, [*(peer.name for peer in task.peers), "torch.sparse"], task.directions) for task in tasks] == [
-        (task.case, [peer.name for peer in task.peers], task.directions) for task in suite("default")
-    ]
-    assert (args.patterns, args.tokens) == (PATTERNS, TOKENS)
 
 
 def test_the_cells_of_a_suite_are_told_apart():
@@ -716,9 +656,6 @@ def test_a_suite_runs_and_is_resumed(tmp_path, capsys):
     assert [row.problem for row in again.rows] == [row.problem for row in whole.rows]
     assert [row for row in again.rows if row in whole.rows] == rows[:-2]
     assert capsys.readouterr().out.count("of tiles") == 2
-    # A whole record stays as it is.
-    assert suites.main([*words, "--resume"]) == 0
-    assert Record.from_json(path.read_text()).rows == again.rows
 
 
 def test_what_was_measured_otherwise_is_not_resumed(fakes, tmp_path, capsys):

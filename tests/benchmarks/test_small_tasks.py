@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 from collections.abc import Callable
@@ -17,19 +16,18 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from small_tasks import __main__ as program, trained
 from small_tasks.claims import CLAIMS, verdict, verdicts
-from small_tasks.models import Reader, judge, restore, save
+from small_tasks.models import Reader, judge, restore
 from small_tasks.page import page_of, parts_of
 from small_tasks.rows import ROWS, Oracle, attention_of
 from small_tasks.tables import kept, lines_of, tables
 from small_tasks.tasks import NO_ANSWER, Stage, manual_windows
 from small_tasks.trained import TASKS, Lab, Sweep, jobs
 
-from ringtile.adaptive import Density, View
+from ringtile.adaptive import View
 from ringtile.index import build_index
 from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
-from ringtile.tools.quality.leg import floor_of
 from ringtile.tools.quality.watched import Watched
 
 TINY = {
@@ -95,24 +93,6 @@ def test_a_program_answers_every_question(name: str) -> None:
         assert len(places) >= 7 * 3
         for row, place in places:
             assert SOLVERS[name](x[row, : place + 1].tolist()) == y[row, place]
-        again, other = (TASKS[name].draw(3, length, many, torch.Generator().manual_seed(n))[0] for n in (5, 6))
-        assert torch.equal(again, x)
-        assert not torch.equal(other, x)
-
-
-@pytest.mark.parametrize("name", SOLVERS)
-def test_random_answers_are_at_chance(name: str) -> None:
-    task = TASKS[name]
-    drawn = random.Random(0)
-    answers = []
-    generator = torch.Generator().manual_seed(1)
-    while len(answers) < 4000:
-        _, y = task.draw(8, 1024, task.size, generator)
-        answers += y[y != NO_ANSWER].tolist()
-    alphabet = sorted(set(answers))
-    right = sum(drawn.choice(alphabet) == answer for answer in answers) / len(answers)
-    assert abs(right - task.chance) < 5 * (task.chance / len(answers)) ** 0.5
-    assert abs(len(alphabet) - 1 / task.chance) <= 2
 
 
 def test_held_out_bytes_are_of_another_part() -> None:
@@ -169,17 +149,6 @@ def test_no_selector_keeps_more_mass_than_the_oracle() -> None:
     assert attention_of("random", 0.3, 16).choice != attention_of("random", 0.3, 16, seed=1).choice
 
 
-def test_the_density_of_a_selector_is_that_of_its_budget_over_the_own_tiles() -> None:
-    assert watched("window", 0.0).density == [floor_of(150, 16)]
-    q, k = tensors()
-    base = build_index(Causal(), 150, num_heads=4, batch=2, block=16)
-    own = torch.eye(10, dtype=torch.bool)
-    for row in ("default", "oracle"):
-        found = watched(row, 0.4)
-        tiles = Density(0.4).keep(found.attend.choice.scores(View(q, k, base)), base.tiles, own)
-        assert found.density[0] == pytest.approx(float(tiles.sum() / (8 * 55)))
-
-
 def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
     sweep = small_sweep("mqar")
     lab = Lab(sweep.tasks[0], 0, sweep, tmp_path)
@@ -194,32 +163,13 @@ def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
             assert not torch.allclose(lab.dense(batches[0][0], at), dense, rtol=1e-2)
 
 
-def test_each_layer_has_its_own_attention() -> None:
-    model, calls = Reader(small_sweep("mqar").tasks[0]), list[int]()
-    model.attend_with([lambda q, k, v, n=n, **options: calls.append(n) or v for n in (0, 1)])
-    x = torch.zeros(1, 20, dtype=torch.int64)
-    model(x, x == 0)
-    assert calls == [0, 1]
-
-
-def test_weights_are_whole_and_kept_and_another_recipe_is_another_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_kept_and_another_recipe_is_another_model(tmp_path: Path) -> None:
     task = small_sweep("mqar").tasks[0]
 
     def dense(**changes: float) -> Reader:
         return Lab(replace(task, **changes), 0, small_sweep("mqar"), tmp_path).dense
 
-    def stop(state: object, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
     again = Reader(task)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", stop)
-        with pytest.raises(KeyboardInterrupt):
-            save(again, tmp_path / "x.pt")
-    assert list(tmp_path.iterdir()) == []
     assert not restore(again, tmp_path / "x.pt")
     first = dense()
     (file,) = tmp_path.iterdir()
@@ -304,9 +254,7 @@ def test_the_claimed_row_is_judged_in_words() -> None:
     (table,) = tables(claimed_cells())
     words = [table.verdict("default", density) for density in CLAIMS]
     assert words == ["holds", "refuted", "holds", "refuted", "below the floor"]
-    text = "\n".join(lines_of(table))
-    for word in ("99+", "98-99", "95-98", "93-97", "90-95", "95.1 +-0.1", "holds", "refuted", "below the floor"):
-        assert word in text
+    assert "95.1 +-0.1" in "\n".join(lines_of(table))
     with pytest.raises(ValueError, match="density: expected one of"):
         verdict(0.3, 99.0, 0.0)
 
@@ -332,11 +280,8 @@ def test_a_row_that_computes_more_tiles_says_so() -> None:
     assert table.realised[0.25] == pytest.approx(0.25)
     assert table.computed("token blend") == {0.25: pytest.approx(0.83)}
     assert table.computed("window") == {}
-    lines = lines_of(table)
-    assert lines[-1].split() == ["its", "tiles", "0.830"]
-    assert lines[-2].split()[:2] == ["token", "blend"]
-    page = html((*claimed_cells(), *wide))
-    assert '<td class="left"><em>its tiles</em></td><td></td><td><em>83.0%</em></td>' in page
+    assert lines_of(table)[-1].split() == ["its", "tiles", "0.830"]
+    assert "<em>83.0%</em>" in html((*claimed_cells(), *wide))
 
 
 def test_quality_counts_above_chance() -> None:
@@ -354,20 +299,10 @@ def test_the_page_is_made_of_the_record_alone() -> None:
     again = Record.from_json(record.to_json())
     page = page_of(record, parts_of(tables(record.cells)))
     assert page == page_of(again, parts_of(tables(again.cells)))
-    for word in (
-        "below the floor",
-        "95.1 &plusmn; 0.1",
-        "<td>refuted",
-        "<svg",
-        "prefers-color-scheme: dark",
-        "&lt;command&gt;",
-    ):
+    for word in ("95.1 &plusmn; 0.1", "<td>refuted", "&lt;command&gt;"):
         assert word in page
-    # It loads nothing, and its text follows the theme.
+    # It loads nothing.
     assert not re.search(r"(src|href)=[\"']http|<script|@import", page)
-    assert "currentColor" in page
-    assert "#010203" not in page
-    assert "interrupted" in page_of(replace(record, interrupted=True), [])
 
 
 def test_the_program_resumes_and_writes_a_record_and_a_page(
@@ -390,27 +325,20 @@ def test_the_program_resumes_and_writes_a_record_and_a_page(
         patch.setattr(Lab, "measure", stop)
         with pytest.raises(KeyboardInterrupt):
             program.main(words)
-    assert "14 cells, 0 of them" in capsys.readouterr().out
     record = Record.from_json((tmp_path / "small_tasks.json").read_text())
     assert (record.interrupted, len(record.cells)) == (True, 3)
     assert "interrupted" in (tmp_path / "small_tasks.html").read_text()
-    program.main(words)
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    assert "14 cells, 3 of them" in printed.out
-    assert "mqar, post-hoc" in printed.out
-    first, record = record, Record.from_json((tmp_path / "small_tasks.json").read_text())
-    assert (record.interrupted, len(record.cells), record.cells[:3]) == (False, 14, first.cells)
-    assert record.command == f"python benchmarks/small_tasks {' '.join(words)}"
-    assert (tmp_path / "small_tasks.html").read_text().startswith("<!doctype html>")
+    capsys.readouterr()
     program.main([*words, "--json"])
-    assert Record.from_json(capsys.readouterr().out).cells == record.cells
+    first, record = record, Record.from_json(capsys.readouterr().out)
+    assert (record.interrupted, len(record.cells), record.cells[:3]) == (False, 14, first.cells)
+    assert record.command == f"python benchmarks/small_tasks {' '.join(words)} --json"
+    assert (tmp_path / "small_tasks.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("seeds", [["1", "1"], ["-1"]])
-def test_bad_seeds_are_one_line(seeds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_seeds_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        program.main(["--seeds", *seeds])
+        program.main(["--seeds", "1", "1"])
     assert "--seeds: expected different numbers" in capsys.readouterr().err
 
 

@@ -191,49 +191,26 @@ def test_a_planted_circle_is_found(tmp_path: Path) -> None:
     assert circles(root) == [{"ringtile.index.build", "ringtile.index.tiles", "ringtile.index.lists"}]
 
 
-def test_every_room_is_looked_at() -> None:
-    rooms = {room_of(module_name(PACKAGE, path)) for path in PACKAGE.rglob("*.py")}
-    assert rooms >= {"patterns", "index", "kernels", "functional", "modules", "distributed", "tools"}
-    assert rooms >= {"cli", "integrations", FACE}
-
-
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
         ("patterns/local.py", "from ..index import build", "patterns may not import index"),
         ("patterns/local.py", "def f():\n    import ringtile.index.build", "patterns may not import index"),
-        ("patterns/local.py", "from ringtile import index", "patterns may not import index"),
-        ("patterns/__init__.py", "from ..index.build import build_index", "patterns may not import index"),
         ("index/build.py", "import ringtile", "index may not import __init__"),
-        ("index/build.py", "from .. import __version__", "index may not import __init__"),
         ("kernels/native.py", "from .reference import attention_reference", "only select may"),
-        ("kernels/native.py", "from ringtile.kernels import reference as r", "only select may"),
         ("kernels/contracts.py", "def f():\n    from ringtile.kernels.blockwise import forward", "only select may"),
-        ("kernels/dense.py", "from .blockwise.plan import Plan", "only select may"),
-        ("kernels/blockwise/plan.py", "from ringtile.kernels.reference import attention", "only select may"),
-        ("functional.py", "from ringtile.tools.bench import run", "functional may not import tools"),
-        ("modules/multihead.py", "from ringtile import __version__", "modules may not import __init__"),
-        ("integrations/diffusers.py", "from ringtile.tools import bench", "integrations may not import tools"),
-        ("tools/plot.py", "from ringtile.cli import main", "tools may not import cli"),
         ("adaptive/losses.py", "from ringtile.distributed import plan", "adaptive may not import distributed"),
-        ("distributed/plan.py", "from ringtile.tools.predict import cost", "distributed may not import tools"),
-        ("distributed/ring.py", "from ringtile.modules import multihead", "distributed may not import modules"),
         ("modules/multihead.py", "from ringtile.distributed import faults", "modules may not import distributed"),
         ("stray.py", "import ringtile.patterns", "in no known room"),
         ("index/utils.py", "", "a file named utils"),
-        ("index/_common/x.py", "", "a file named common"),
         ("index/build.py", "class IndexV2: ...", "named after its history"),
         ("patterns/grammar.py", "importlib.import_module('ringtile.index')", "imports by name"),
         ("patterns/grammar.py", "eval('1')", "calls eval"),
-        ("patterns/grammar.py", "exec('x = 1')", "calls exec"),
-        ("cli.py", "try:\n    pass\nexcept Exception:\n    pass", "swallows every exception"),
         ("cli.py", "try:\n    pass\nexcept (OSError, BaseException) as e:\n    pass", "swallows every exception"),
         ("cli.py", "try:\n    pass\nexcept:\n    pass", "swallows every exception"),
         ("index/build.py", "x = 1\ny = torch.empty(2, device='cpu')", "build.py:2: torch.empty without dtype follows"),
         ("index/build.py", "torch.tensor([1.0], dtype=torch.int64)", "torch.tensor without device"),
         ("index/build.py", "torch.zeros(3)", "torch.zeros without device and dtype"),
-        ("index/build.py", "torch.arange(3)", "torch.arange without device"),
-        ("index/build.py", "torch.Tensor(3)", "torch.Tensor without device and dtype"),
         ("index/build.py", "from torch import Tensor, zeros", "imports zeros"),
         ("index/build.py", "torch.where(x, 1.0, 0)", "torch.where of two numbers"),
     ],
@@ -259,13 +236,9 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, co
     [
         ("index/build.py", "from ..patterns.base import Pattern\nfrom .tiles import pack"),
         ("kernels/blockwise/__init__.py", "from .. import contracts\nfrom .plan import Launch\nimport ringtile.index"),
-        ("kernels/blockwise/forward.py", "from ringtile.kernels.blockwise import plan\nfrom ..philox import x"),
         ("kernels/select.py", "def f():\n    from . import blockwise\n    from .native import run"),
         ("kernels/__init__.py", "from ringtile.kernels.select import choose"),
-        ("tools/show.py", "from ringtile import __version__\nfrom ringtile.tools.plot import draw"),
-        ("tools/hf/study.py", "from ringtile.tools import bench\nfrom ringtile import sparse_attention"),
         ("cli.py", "from ringtile.tools import hf\ntry:\n    pass\nexcept ValueError:\n    pass"),
-        ("tools/hf/models.py", "model.eval()\nimport torch.nn.functional"),
         (
             "index/build.py",
             "x.new_zeros(3)\ntorch.arange(3, device=x.device)\ntorch.zeros_like(x)\nfrom torch import Tensor",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -35,7 +32,6 @@ from ringtile.tools.bench.peers import Attention, Case, Ringtile
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import DIRECTIONS, FORWARD
 
-ROOT = Path(__file__).parents[2]
 SMALL = ModelSize(width=32, layers=2, heads=1)
 ENCODER = {
     "hidden_size": 64,
@@ -95,8 +91,6 @@ def test_right_measures_small_errors_beside_large_ones(monkeypatch, capsys):
         assert all(0 < error < 1e-6 for error in row.errors[TORCH])
         assert all(error > 0.5 for error in row.errors[PER_TILE]) or row.name == "--pattern"
     assert act.passed
-    worst = max(max(row.errors[RINGTILE]) for row in act.rows)
-    assert f"worst error {worst:.1e}; of torch's own dense attention " in capsys.readouterr().out
     monkeypatch.setattr(Ringtile, "prepare", one_thousandth_off)
     act = Right(n_tokens=100)
     act.run(Progress(quiet=True))
@@ -132,7 +126,6 @@ def test_fast_times_what_it_has_checked(monkeypatch, capsys):
     assert [row.dense_measured for row in act.curve] == [True, False]
     assert act.curve[1].dense_seconds == 16 * act.curve[0].dense_seconds
     assert ["extrapolated" in row.dense_text for row in act.curve] == [False, True]
-    assert capsys.readouterr().out.count("extrapolated") == 1
     assert act.passed
 
 
@@ -152,12 +145,6 @@ def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
     assert printed.count("WRONG") == len(rows) + len(act.curve)
 
 
-def test_the_curve_ends_at_a_million_tokens():
-    assert Fast().lengths == [2**14, 2**16, 2**18, 2**20]
-    assert Fast(context=2**18).lengths == [2**18, 2**20]
-    assert Fast(context=2**21).lengths == [2**21]
-
-
 @pytest.mark.usefixtures("small")
 def test_a_curve_that_grows_too_long_says_where_it_ends(monkeypatch, capsys):
     monkeypatch.setattr(fast, "PASS_SECONDS", 0.0)
@@ -166,8 +153,6 @@ def test_a_curve_that_grows_too_long_says_where_it_ends(monkeypatch, capsys):
     assert [row.n_tokens for row in act.curve] == [256]
     assert act.left_out is not None
     assert act.left_out.startswith("from 1,024 tokens up: a pass would take")
-    assert act.left_out in capsys.readouterr().out
-    assert act.record()["curve_left_out"] == act.left_out
     wide = Fast(context=2**20, pattern=~Window(3))
     wide._measure_curve(Progress(quiet=True))
     assert wide.curve == []
@@ -201,15 +186,6 @@ def test_sparse_and_dense_begin_alike_and_full_sparse_is_dense(text):
     assert narrow.runs[0].bits[3] != pytest.approx(act.runs[0].bits[3], abs=1e-3)
 
 
-def test_the_seed_decides_weights_and_windows(text, monkeypatch):
-    windows, loss = [], trains.Run._loss
-    monkeypatch.setattr(trains.Run, "_loss", lambda run_, *window: windows.append(window[1]) or loss(run_, *window))
-    first, again, other = (trained.__wrapped__(text, 2, seed=seed).runs[0].bits for seed in (0, 0, 1))
-    assert first == again != other
-    # Both models of an act read the same two windows.
-    assert windows[:2] == windows[2:4] == windows[4:6] != windows[8:10]
-
-
 def test_heads_follow_the_pattern(text):
     act = trained(text, 1, pattern=per_head([Window(3), Window(9)]))
     assert act.size.heads == 2
@@ -231,32 +207,12 @@ def test_the_default_text_is_the_library_of_this_python(monkeypatch, tmp_path):
         load_corpus(None)
 
 
-def test_flex_attention_is_asked_and_quoted(monkeypatch, text):
-    import torch.nn.attention.flex_attention as flex
-
-    said = trains.flex_attention_error()
-    assert said is None or "CPU" in said
-
-    def refuses(*_: Tensor) -> Tensor:
-        raise NotImplementedError("no training here\nsecond line")
-
-    monkeypatch.setattr(flex, "flex_attention", refuses)
-    assert trains.flex_attention_error() == "no training here"
-    monkeypatch.setattr(flex, "flex_attention", lambda query, key, value: query * key * value)
-    assert trains.flex_attention_error() is None
-
-
 def test_encoders_are_compared_and_then_timed(capsys):
     act = SMALL_ENCODER()
     act.run(Progress())
     assert act.passed
     assert 0 < act.error < 1e-7
     assert list(act.seconds) == list(act.peak_bytes) == ["sdpa", "ringtile"]
-    title, line = capsys.readouterr().out.splitlines()
-    assert "random weights, 4 layers of width 64, 2 over all pairs and 2 with windows of 32; N 300" in title
-    ratio = act.seconds["sdpa"] / act.seconds["ringtile"]
-    assert line.startswith("  sdpa ")
-    assert f"{ratio:.1f}x the speed, error {act.error:.1e}" in line
 
 
 @pytest.mark.parametrize(
@@ -281,25 +237,12 @@ def test_an_encoder_with_wrong_outputs_is_not_timed(wrong, monkeypatch, capsys, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_encoder_that_stays_as_it_was_is_left_out(monkeypatch, capsys):
-    from transformers import ModernBertModel
-
-    monkeypatch.setattr(ModernBertModel, "set_attn_implementation", lambda self, name: None)
-    act = SMALL_ENCODER()
-    act.run(Progress())
-    assert "by hand" in act.left_out
-    assert not act.has_figures
-    assert capsys.readouterr().out == f"Encodes: left out, {act.left_out}\n"
-
-
 def test_without_transformers_the_encoder_is_left_out(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run("--only", "encodes", "--json", "--out", str(tmp_path)) == 0
     found = json.loads(capsys.readouterr().out)["encodes"]
     assert "transformers cannot be used (" in found["left_out"]
     assert found["seconds"] == {}
-    assert run("--only", "encodes", "--out", str(tmp_path)) == 0
-    assert capsys.readouterr().out.count("\nEncodes: left out, transformers cannot be used (") == 1
 
 
 @pytest.mark.usefixtures("small")
@@ -308,18 +251,10 @@ def test_the_whole_demo(text, tmp_path, capsys):
     assert run("--seconds", "0.3", "--context", "256", "--text", str(text), "--out", str(out)) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert "\r" not in captured.out
-    for name in demo.ACTS:
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"picture {out / name}.png" in captured.out
-    assert len(list(out.iterdir())) == 4
+    assert {path.name for path in out.iterdir()} == {f"{name}.png" for name in demo.ACTS}
     titles = [line.split(":")[0] for line in captured.out.splitlines() if line[:1] not in ("", " ")]
     acts = ["Right", "Fast", "Trains", "Encodes"]
     assert [title for title in titles if title in acts] == acts
-    assert titles[-1].startswith("Done after ")
-    assert "sparse makes " in captured.out
-    said = trains.flex_attention_error()
-    assert said is None or f"FlexAttention on a CPU: {said}" in captured.out
 
 
 @pytest.mark.usefixtures("small")
@@ -368,9 +303,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch, capsys, tmp_path):
     assert record["interrupted"] is True
     assert len(record["right"]["rows"]) == 3
     assert "fast" not in record
-    assert (list(record["pictures"]), record["no_pictures_because"]) == (["right"], None)
     assert [path.name for path in tmp_path.iterdir()] == ["right.png"]
-    assert (tmp_path / "right.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("small")
@@ -382,22 +315,13 @@ def test_ctrl_c_while_training_keeps_the_steps(monkeypatch, text, tmp_path, caps
     assert run(*argv) == 130
     printed = capsys.readouterr().out
     assert "  sparse     3 steps in " in printed
-    assert "held out not tested" in printed
     assert "\nInterrupted after " in printed
     assert "dense " not in printed
     assert "pictures left out: matplotlib cannot be imported" in printed
-    assert "picture " not in printed
 
 
 def interrupt() -> None:
     raise KeyboardInterrupt
-
-
-def test_a_busy_machine_is_mentioned(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
-    monkeypatch.setattr(Right, "run", lambda *_: None)
-    assert run("--only", "right", "--out", str(tmp_path)) == 0
-    assert "busy (load 1000.0" in capsys.readouterr().out
 
 
 def test_bad_arguments_are_named_before_any_work(capsys):
@@ -419,10 +343,3 @@ def test_bad_arguments_are_named_before_any_work(capsys):
         said = capsys.readouterr()
         assert (said.out, said.err.startswith("usage: python -m demo ")) == ("", True)
         assert re.search(f"\npython -m demo: error: .*{complaint}", said.err), said.err
-
-
-def test_make_runs_the_module() -> None:
-    assert ".venv/bin/python -m demo --out .venv/demo $(ARGS)" in (ROOT / "Makefile").read_text()
-    done = subprocess.run([sys.executable, "-m", "demo", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--only {right,fast,trains,encodes}" in done.stdout

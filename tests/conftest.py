@@ -95,7 +95,6 @@ _FAILS_THERE = {
     "test_every_kind_of_model_is_checked_and_measured[": "it has more parts by hand",
     "test_a_model_without_a_class_has_the_first_that_fits[T5": "it has more parts by hand",
     "test_a_pattern_of_an_encoder_is_measured": "it has more parts by hand",
-    "test_the_report_has_a_line_per_result": "it has more parts by hand",
     "test_encoders_are_compared_and_then_timed": "it has more parts by hand",
     "test_an_encoder_with_wrong_outputs_is_not_timed": "it has more parts by hand",
     "test_the_whole_demo": "it has more parts by hand",

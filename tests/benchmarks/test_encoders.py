@@ -76,9 +76,6 @@ def test_a_run_measures_each_engine_and_records_it(
     lines = made.table_lines(made.table(record["rows"]))
     assert capsys.readouterr().out.endswith("\n".join(lines) + "\n")
     assert " | 1.00x | " in lines[3]
-    pytest.importorskip("matplotlib")
-    made.draw(record, tmp_path / "drawn.png")
-    assert all(line in made.page(record).splitlines() for line in lines)
 
 
 def test_a_wrong_result_ends_the_run(made: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,34 +119,13 @@ def test_cells_that_are_measured_apart_end_in_one_record(
     mine = [(90, "sdpa", "second"), (90, "ringtile", "first"), (90, "ringtile, int8 linears", "second")]
     assert found == [*mine, (150, "sdpa", "first"), (150, "ringtile", "first")]
     assert [row for row in first["rows"] if row["lengths"] == [150]] == both["rows"][3:]
-    assert both["command"].splitlines()[0] == first["command"]
-    assert len(both["command"].splitlines()) == 2
+
     # The record compares others with sdpa, and on another machine all of them would take other times.
     with pytest.raises(SystemExit, match="expected a run that computes 150 tokens, float32, sdpa, which the record"):
         run(made, monkeypatch, *words, "ringtile", "--tokens", "150")
     out.write_text(json.dumps({**both, "threads": 7}), encoding="utf-8")
     with pytest.raises(SystemExit, match="expected a record with the threads of this run"):
         run(made, monkeypatch, *words, "sdpa", "--tokens", "150")
-
-
-def test_ways_of_serving_that_are_measured_apart_end_in_one_record() -> None:
-    module = script("serving", "benchmarks")
-
-    def record(commit: str, **times: list[float]) -> dict[str, Any]:
-        row = {"cell": "long", "dtype": "float32", "requests": 16, "tokens": 99, "new": 32, "seconds": times}
-        return {"command": f"python {commit}", "commit": commit, "rows": [row]}
-
-    old = module.merged({**record("a"), "rows": []}, record("a", ringtile=[2.0], sdpa=[4.0]), module.key_of)
-    again = module.merged(old, record("b", sdpa=[3.0], ringtile=[1.0]), module.key_of)
-    assert [(row["commit"], row["seconds"]) for row in again["rows"]] == [("b", {"sdpa": [3.0], "ringtile": [1.0]})]
-    assert again["command"] == "python b"
-    more = module.merged(again, record("c", int8=[6.0]), module.key_of)
-    assert more["command"] == "python b\npython c"
-    assert [line.split(" | ")[3:] for line in module.lines_of(more["rows"])[2:]] == [
-        ["sdpa", "3.0 s", "170.7", "3.00 |"],
-        ["ringtile", "1.0 s", "512.0", "1.00 |"],
-        ["int8", "6.0 s", "85.3", "- |"],
-    ]
 
 
 @pytest.mark.slow

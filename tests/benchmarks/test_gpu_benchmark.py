@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -65,17 +64,9 @@ def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, m
     assert list(errors) == [KNOWN]
     assert f"gate: {KNOWN}: ValueError" in done.stdout.splitlines()[-1]
     assert all(cells[name] for name in set(cells) - {"claims"})
-    for side in ("before, 1", "now, 1"):
-        assert cells["ab"][side]["full, D 128"]["backward"]["ms"] > 0
     assert {value["kernel"] for value in cells["sweep"].values()} == {"forward", "dq", "dkdv"}
-    assert all(part in cells["tma"]["full, D 128"] for part in ("pointers", "descriptors"))
-    ours = [
-        row
-        for name in ("masks", "flex", "lengths", "million")
-        for value in cells[name].values()
-        for row in value["rows"]
-    ]
-    ours = [row for row in ours if row["peer"] == "ringtile"]
+    timed = [cell for name in ("masks", "flex", "lengths", "million") for cell in cells[name].values()]
+    ours = [row for cell in timed for row in cell["rows"] if row["peer"] == "ringtile"]
     assert len(ours) == 2 * 4 + 1
     assert all(row["median_ms"] and row["error"] <= row["error_bound"] and row["host_us"] for row in ours)
     # As if it were one of a GPU.
@@ -106,19 +97,6 @@ def test_the_interpreter_is_right_and_its_record_is_a_page(tmp_path: Path, monke
     assert "1 of 1 cases of outputs and gradients are right against float64." in lines
     assert sum(line.startswith("| causal window 4096 | 64 | 1 | 16 | float32 |") for line in lines) == 2
     assert found["cells"]["model"]["N 32"]["seconds"] > 0
-
-
-def test_the_page_has_a_line_per_section(gpu: Any) -> None:
-    import gpu_sections
-
-    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page.partition("## How to read")[0], re.M))
-    assert list(told) == [name for name in gpu.SECTIONS if name != "passes"]
-    assert f"{len(gpu_sections.masks(gpu_sections.LONG))} masks at {gpu_sections.LONG:,} tokens" in told["masks"]
-    assert f"At most {gpu_sections.MOST_CONFIGS} configurations" in told["sweep"]
-    assert f"at least {gpu.GAIN} times as fast" in page
-    assert "after four minutes (`--seconds`)" in page
-    assert (gpu.arguments([]).seconds, gpu.arguments([]).total) == (240, 540)
 
 
 def cells_of(gpu: Any, **runs: Callable[[], dict[str, Any]]) -> list[Any]:
@@ -207,18 +185,14 @@ def test_what_the_gate_found_wrong_is_not_timed(gpu: Any) -> None:
             assert found["cells"]["masks"]["0"] == {"refused": f"not timed, because the gate found wrong: {wrong}"}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_wrong_arguments(gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
         (["--sections", "gate,mask"], "--sections: expected some of gate,machine"),
-        (["--before", "nowhere.json"], "--before: expected a record, got nowhere.json"),
         (["--baseline", "nowhere"], "--baseline: expected a checkout with src/ringtile, got nowhere"),
-    ],
-)
-def test_wrong_arguments(gpu: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.arguments(words)
-    assert said in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit):
+            gpu.arguments(words)
+        assert said in capsys.readouterr().err
 
 
 def test_time_of_a_gpu_that_waited_for_the_host_is_left_out(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

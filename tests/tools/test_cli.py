@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -86,9 +85,6 @@ def said_before_the_end(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_version_and_help_of_each_verb_and_each_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert said_before_the_end(capsys, "--version") == f"ringtile {ringtile.__version__}\n"
     assert "doctor" in said_before_the_end(capsys, "--help")
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "command-line.md").read_text()
-    numbers = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-    assert f"has {numbers[len(cli.VERBS) - 1]} verbs" in page
     for verb in cli.VERBS:
         said = said_before_the_end(capsys, verb, "--help")
         assert f"usage: ringtile {verb}" in said
@@ -173,7 +169,6 @@ def test_sizes_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str]) -
         ("show causal --tokens 99999999999999999999", "ringtile show: error: argument --tokens: expected"),
         ("show causal --tokens 1e12", "ringtile: error: causal with 10+ queries .* over max_bytes"),
         ("bench causal --tokens 1e12", "ringtile: error: can't allocate memory: "),
-        ("show causal --tokens 8 --heads 99999999999999999999", "ringtile show: error: argument --heads: expected"),
         ("show causal --tokens 8 --heads 1e12", "ringtile: error: num_heads: expected an integer from"),
         ("bench causal --tokens 1e12 --batch 1e9", "ringtile: error: Storage size calculation over"),
     ):

@@ -60,22 +60,6 @@ def test_a_model_is_checked_and_measured(config, capsys):
     assert record["versions"]["transformers"] == transformers.__version__
 
 
-def test_the_report_has_a_line_per_result(config, capsys, monkeypatch):
-    monkeypatch.undo()
-    words = ["--random-weights", str(config), *SHORT, "--pattern", "window(30)", "--out", str(config / "speed.png")]
-    assert cli.main(["hf", *words]) == 0
-    assert (config / "speed.png").read_bytes().startswith(b"\x89PNG")
-    out = capsys.readouterr().out
-    assert "MistralForCausalLM, 0.1M parameters, 2 layers, 4 heads, float32" in out
-    assert "150 tokens of Python's documentation" in out
-    check = r"^ringtile: logits of 150 of 150 tokens against eager attention: error \S+, bound 2.0e-05, float32$"
-    assert re.search(check, out, re.M)
-    assert re.findall(r"^(\w+): loss \d\.\d{6}, mean of 149 tokens$", out, re.M) == ["sdpa", "ringtile"]
-    assert "\nringtile, --pattern: loss " in out
-    assert "\nringtile: greedy decoding: the first 64 of 64 tokens are those of eager attention\n" in out
-    assert len(re.findall(r"^  ringtile +\S+ \w+ +\[.+\] +\S+x +\S+ \w?i?B$", out, re.M)) == 2
-
-
 def test_the_loss_is_that_of_the_model(config, capsys, tmp_path):
     text = tmp_path / "text"
     text.write_text("The quick brown fox. " * 10)

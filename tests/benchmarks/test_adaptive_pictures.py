@@ -28,7 +28,6 @@ from adaptive_pictures import (
 
 from ringtile.adaptive import (
     ControlReport,
-    QualityReport,
     audit,
     select,
 )
@@ -57,16 +56,6 @@ def test_the_density_of_a_head_is_its_tiles_over_those_of_dense_attention() -> N
     tiles = padded.any(5).any(3).sum((2, 3)).double()
     assert torch.allclose(found[0], tiles.mean(0) / (7 * 8 / 2), atol=1e-12)
     assert found[0].mean().item() == pytest.approx(index.tile_density)
-
-
-def test_bars_for_one_layer_and_an_image_for_several() -> None:
-    ax = plot_density(report_of(torch.tensor([[0.5, 1.0, 0.25]])))
-    assert [bar.get_height() for bar in ax.patches] == [0.5, 1.0, 0.25]
-    first, dense, last = (bar.get_facecolor() for bar in ax.patches)
-    assert first == last != dense
-    reports = [report_of(torch.rand(2, 2)) for _ in range(3)]
-    ax, expected = plot_density(reports), densities(reports)
-    assert torch.equal(torch.as_tensor(ax.images[0].get_array().data), expected)
 
 
 def exact_masses(q: Tensor, k: Tensor, allowed: Tensor, block: int, start: int, scale: float) -> Tensor:
@@ -106,17 +95,6 @@ def test_masses_are_those_of_dense_attention(
         assert torch.allclose(found.double(), expected, atol=1e-6)
 
 
-def test_the_picture_shows_the_masses_and_outlines_the_kept_tiles() -> None:
-    q, k = torch.randn(2, 2, 3, 500, 8).unbind()
-    index = select(q, k, is_causal=True, block=32)
-    ax = plot_attention(q, k, index, head=2, batch=1)
-    shown = torch.as_tensor(ax.images[0].get_array().data)
-    assert torch.equal(shown, tile_masses(q, k, index, head=2, batch=1))
-    lines = [[tuple(end) for end in line] for line in ax.collections[0].get_segments()]
-    assert lines == [[tuple(map(float, end)) for end in line] for line in _outlines(index.tiles[1, 2], 32, 0)]
-    assert lines != [[tuple(map(float, end)) for end in line] for line in _outlines(index.tiles[1, 1], 32, 0)]
-
-
 def test_outlines_are_the_sides_between_kept_tiles_and_others() -> None:
     for _ in range(20):
         kept = torch.rand(5, 7) < 0.5
@@ -136,33 +114,6 @@ def test_outlines_are_the_sides_between_kept_tiles_and_others() -> None:
             if here != framed[row, col + 1]:
                 expected.add(((x, y), (x + 10, y)))
         assert sides == expected
-
-
-def test_masses_refuse_what_does_not_match() -> None:
-    q = torch.randn(2, 3, 200, 8)
-    for heads, n_keys, options in (
-        (3, 200, {"head": 3}),
-        (3, 200, {"head": -1}),
-        (3, 200, {"batch": 2}),
-        (3, 9, {}),
-        (2, 200, {}),
-    ):
-        with pytest.raises(ValueError, match=r"^(head|batch|index|key): "):
-            tile_masses(q, torch.randn(2, heads, n_keys, 8), build_index(Causal(), 200), **options)
-
-
-def test_recall_is_a_histogram_with_its_marks() -> None:
-    def report_with(recall: Tensor) -> QualityReport:
-        return QualityReport(torch.arange(recall.shape[2]), recall, *3 * (torch.zeros_like(recall),))
-
-    report = report_with(torch.tensor([[[1.0, 0.9, 0.8, math.nan], [1.0, 0.5, 0.5, 1.0]]], dtype=torch.float64))
-    ax = plot_recall(report, target=0.95)
-    heights = [bar.get_height() for bar in ax.patches if bar.get_height()]
-    assert sorted(heights) == pytest.approx([1 / 7, 1 / 7, 2 / 7, 3 / 7])
-    places = sorted(line.get_xdata()[0] for line in ax.lines)
-    assert places == pytest.approx(sorted([report.mean, report.p5, report.worst_head, 0.95]))
-    with pytest.raises(ValueError, match="report: "):
-        plot_recall(report_with(torch.full((1, 1, 3), math.nan)))
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +13,6 @@ import torch
 from test_site import assert_same_picture, script
 from test_transformers import registered
 from tiny import ENCODER, hf
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -91,17 +88,6 @@ def test_a_wrong_result_ends_the_run(made: ModuleType, monkeypatch: pytest.Monke
         run(made, monkeypatch, "--tokens", "150", "--documents", "0", "--engines", "sdpa", "ringtile")
 
 
-def test_a_cell_that_needs_too_much_memory_is_recorded(
-    made: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(made, "in_process", lambda args, task: "out of memory")
-    words = ["--tokens", "150", "--documents", "0", "--engines", "sdpa", "--dtype", "float32"]
-    run(made, monkeypatch, *words, "--out", str(tmp_path / "record.json"))
-    (row,) = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["rows"]
-    assert math.isnan(made.seconds_of(row))
-    assert "| 150 tokens | float32 | sdpa | out of memory | - | - | - | - |" in capsys.readouterr().out
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
 def test_cells_that_are_measured_apart_end_in_one_record(
     made: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -126,21 +112,6 @@ def test_cells_that_are_measured_apart_end_in_one_record(
     out.write_text(json.dumps({**both, "threads": 7}), encoding="utf-8")
     with pytest.raises(SystemExit, match="expected a record with the threads of this run"):
         run(made, monkeypatch, *words, "sdpa", "--tokens", "150")
-
-
-@pytest.mark.slow
-def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
-    module = script("encoders", "benchmarks")
-    settings = {"layers": 1, "threads": 1, "rounds": 1, "seconds": 9.0, "work": tmp_path, "peers": None}
-    cell = module.Cell("ringtile", module.PACKED, "float32", [200, 100], [0, 1])
-    found = module.in_process(type("Args", (), {**settings, "memory": 8.0}), {"cell": cell._asdict()})
-    assert len(found["seconds"]) == 1
-    assert torch.load(tmp_path / "found.pt").shape == (2, module.SAMPLED, 768)
-    # PyTorch makes a mask of 50,000 times 50,000 bytes.
-    large = module.Cell("sdpa", module.ALONE, "float32", [50000], [0])
-    assert (
-        module.in_process(type("Args", (), {**settings, "memory": 2.0}), {"cell": large._asdict()}) == "out of memory"
-    )
 
 
 def test_the_page_is_that_of_the_record(tmp_path: Path) -> None:

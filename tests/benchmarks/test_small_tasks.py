@@ -16,9 +16,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from small_tasks import __main__ as program, trained
 from small_tasks.claims import CLAIMS, verdict, verdicts
-from small_tasks.models import Reader, judge, restore
 from small_tasks.page import page_of, parts_of
-from small_tasks.rows import ROWS, Oracle, attention_of
+from small_tasks.rows import Oracle
 from small_tasks.tables import kept, lines_of, tables
 from small_tasks.tasks import NO_ANSWER, Stage, manual_windows
 from small_tasks.trained import TASKS, Lab, Sweep, jobs
@@ -28,7 +27,6 @@ from ringtile.index import build_index
 from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
-from ringtile.tools.quality.watched import Watched
 
 TINY = {
     "mqar": (128, 16),
@@ -128,27 +126,6 @@ def test_the_oracle_knows_exact_attention() -> None:
         torch.testing.assert_close(found, (pooled / pooled.sum(3, keepdim=True)).float())
 
 
-def watched(row: str, density: float, rows: int = 0, seed: int = 0) -> Watched:
-    """A row's attention after one call."""
-    found = Watched(attention_of(row, density, 16), rows)
-    q, k = tensors(seed)
-    with torch.no_grad():
-        found(q, k, k, is_causal=True, enable_gqa=True)
-    return found
-
-
-def test_no_selector_keeps_more_mass_than_the_oracle() -> None:
-    found = {row: watched(row, 0.3, 150, seed=1) for row in ROWS}
-    by_tile = {row: each for row, each in found.items() if not each.attend.choice.scores.per_token}
-    recall = {row: float(each.recall[0].mean()) for row, each in by_tile.items()}
-    assert max(recall, key=recall.__getitem__) == "oracle, averaged"
-    assert min(recall, key=recall.__getitem__) in ("window", "random")
-    # All rows spend the same number of tiles.
-    assert len({round(each.density[0], 6) for each in by_tile.values()}) == 1
-    assert attention_of("random", 0.3, 16).choice != attention_of("random", 0.3, 16, layer=1).choice
-    assert attention_of("random", 0.3, 16).choice != attention_of("random", 0.3, 16, seed=1).choice
-
-
 def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
     sweep = small_sweep("mqar")
     lab = Lab(sweep.tasks[0], 0, sweep, tmp_path)
@@ -161,22 +138,6 @@ def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
             torch.testing.assert_close(lab.dense(batches[0][0], at), dense, rtol=1e-4, atol=1e-5)
             lab.dense.attend_with(list(lab.attends(row, 0.1)))
             assert not torch.allclose(lab.dense(batches[0][0], at), dense, rtol=1e-2)
-
-
-def test_weights_are_kept_and_another_recipe_is_another_model(tmp_path: Path) -> None:
-    task = small_sweep("mqar").tasks[0]
-
-    def dense(**changes: float) -> Reader:
-        return Lab(replace(task, **changes), 0, small_sweep("mqar"), tmp_path).dense
-
-    again = Reader(task)
-    assert not restore(again, tmp_path / "x.pt")
-    first = dense()
-    (file,) = tmp_path.iterdir()
-    assert restore(again, file)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    dense(rate=1e-4)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def measured(sweep: Sweep, folder: Path, *regimes: str) -> dict[tuple[str, str], Cell]:
@@ -294,17 +255,6 @@ def test_quality_counts_above_chance() -> None:
     assert kept(replace(half, measured=Measured({}, None, "why")), dense) is None
 
 
-def test_the_page_is_made_of_the_record_alone() -> None:
-    record = Record.here("<command>", cells=tuple(claimed_cells()))
-    again = Record.from_json(record.to_json())
-    page = page_of(record, parts_of(tables(record.cells)))
-    assert page == page_of(again, parts_of(tables(again.cells)))
-    for word in ("95.1 &plusmn; 0.1", "<td>refuted", "&lt;command&gt;"):
-        assert word in page
-    # It loads nothing.
-    assert not re.search(r"(src|href)=[\"']http|<script|@import", page)
-
-
 def test_the_program_resumes_and_writes_a_record_and_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,19 +284,3 @@ def test_the_program_resumes_and_writes_a_record_and_a_page(
     assert (record.interrupted, len(record.cells), record.cells[:3]) == (False, 14, first.cells)
     assert record.command == f"python benchmarks/small_tasks {' '.join(words)} --json"
     assert (tmp_path / "small_tasks.html").read_text().startswith("<!doctype html>")
-
-
-def test_bad_seeds_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        program.main(["--seeds", "1", "1"])
-    assert "--seeds: expected different numbers" in capsys.readouterr().err
-
-
-def test_figures_of_a_judge() -> None:
-    model = Reader(small_sweep("mqar").tasks[0])
-    batches = [small_sweep("mqar").tasks[0].draw(2, 128, 16, torch.Generator().manual_seed(0))]
-    accuracy = judge(model, TASKS["mqar"], batches)["accuracy"]
-    x, y = batches[0]
-    with torch.no_grad():
-        best = model(x, x >= 0).argmax(1).view(x.shape)
-    assert accuracy == float((best == y)[y != NO_ANSWER].float().mean())

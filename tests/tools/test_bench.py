@@ -21,7 +21,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import suites
-from suites import CLAIMED, SUITES, TorchSparse, random_tiles, suite
+from suites import TorchSparse, suite
 
 from ringtile import cli
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose
@@ -306,23 +306,6 @@ def test_real_peers_compute_the_same_attention(name, pattern, sizes, monkeypatch
     assert found.median_ms is not None or name == "flex"
 
 
-def test_peers_say_what_they_do_not_take():
-    small, long = small_case(), small_case(Dense(), n_tokens=20_000)
-    reasons = {peer.name: peer.unsupported(small) for peer in ALL_PEERS}
-    assert reasons.pop("flex") == ["takes seconds to compile for each length, timed from N 2048 up"]
-    assert not any(reasons.values())
-    reasons = {peer.name: peer.unsupported(long) for peer in ALL_PEERS}
-    assert reasons["sdpa-mask"] == ["its mask has 400,000,000 pairs, timed up to 268,435,456"]
-    assert reasons["torch.sparse"][0] == "keeps 800,000,000 pairs over all heads, timed up to 1,048,576"
-    assert reasons["ringtile"] == reasons["dense"] == reasons["flex"] == []
-    vast = small_case(Dense(), n_tokens=131072)
-    assert SdpaDense().unsupported(vast) == ["computes 34,359,738,368 pairs, timed up to 4,294,967,296"]
-    low = small_case(dtype=torch.bfloat16, n_tokens=2048)
-    assert [peer.name for peer in ALL_PEERS if peer.unsupported(low)] == ["torch.sparse"]
-    high = small_case(dtype=torch.float64, n_tokens=2048)
-    assert [peer.name for peer in ALL_PEERS if peer.unsupported(high)] == ["flex"]
-
-
 def test_peak_memory_counts_what_a_pass_allocates_saves_and_frees():
     q, k, v = (torch.randn(256, 32, requires_grad=True) for _ in range(3))
     square = 256 * 256 * 4
@@ -350,16 +333,6 @@ def test_peak_memory_tells_a_result_from_what_was_at_its_address_before():
     boundary = event(memory._BACKWARD, 4)
     assert memory._peaks_of_trace([boundary, *events], [out]) == Peaks(4000, 0)
     assert memory._peaks_of_trace([boundary, *events, event("aten::add", 0)], []) == Peaks(4000, 40)
-
-
-def test_measuring_memory_is_quiet_and_leaves_the_environment_alone(capfd, monkeypatch):
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
-    peak_memory(lambda: torch.ones(3), None, CPU)
-    assert os.environ["KINETO_LOG_LEVEL"] == "5"
-    monkeypatch.delenv("KINETO_LOG_LEVEL")
-    peak_memory(lambda: torch.ones(3), None, CPU)
-    assert "KINETO_LOG_LEVEL" not in os.environ
-    assert capfd.readouterr() == ("", "")
 
 
 def made_row(**changes: object) -> Row:
@@ -549,15 +522,6 @@ def test_the_work_of_dense_attention_is_that_of_its_pairs():
     assert decoding.exponentials == 200
 
 
-def test_whose_work_is_not_known(monkeypatch):
-    for peer in (Fake(), Ringtile("blockwise")):
-        assert work_of(small_case(), BOTH, peer) == []
-    assert work_of(small_case(dtype=torch.bfloat16), BOTH, SdpaDense()) == []
-    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
-    assert work_of(small_case(), BOTH, SdpaDense()) == []
-    assert len(work_of(small_case(dtype=torch.float64), BOTH, SdpaDense())) == (0 if reason_against() else 2)
-
-
 def test_a_limit_adds_products_and_exponentials_and_hides_the_memory_behind_them():
     computing = Work(3e6, 1e5, 1e5, "fma_float32", "exp_float32")
     reading = Work(1e6, 0, 1e6, "fma_float32", "exp_float32")
@@ -618,22 +582,6 @@ def test_a_case_runs_with_its_own_threads():
 
 
 # The suites: what they contain, and that they run; what is in them takes minutes.
-
-
-def test_the_claims_are_measured_at_their_tile_densities():
-    tasks = suite("density")
-    assert [task.case.index.tile_density for task in tasks] == pytest.approx(list(CLAIMED), rel=0.005)
-    assert {(task.case.n_tokens, task.case.heads, task.directions) for task in tasks} == {(16384, 4, DIRECTIONS)}
-    # The diagonal is more than a twentieth of 4 x 4 tiles.
-    assert torch.equal(random_tiles(4, 0.05), torch.eye(4, dtype=torch.bool))
-
-
-def test_the_cells_of_a_suite_are_told_apart():
-    for change, same in (({"kv_heads": 1}, 1), ({"n_queries": 64}, 1), ({"threads": 1}, 0), ({"n_queries": 1}, 0)):
-        assert (made_row(**change).problem == made_row().problem) == bool(same)
-    for name in SUITES:
-        blanks = [bench.blank_row(task.case, FORWARD, "ringtile") for task in suite(name)]
-        assert len({blank.problem for blank in blanks}) == len(blanks), name
 
 
 def test_a_suite_runs_and_is_resumed(tmp_path, capsys):
@@ -759,15 +707,6 @@ def test_rows_to_measure_again_are_marked(fakes, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines() if " ! times vary 2.8x" in line] == [DENSE]
     assert out.endswith("1 of 2 rows are doubtful (!). Measure again on a machine that is idle.\n")
-
-
-def test_densities_choose_the_free_parameter(fakes, capsys):
-    words = ("--tokens", "256", "--density", "0.2", "--direction", "forward", "--json", "-")
-    assert run("causal & window(1, 0)", *words) == 0
-    row = json.loads(capsys.readouterr().out)["rows"][0]
-    assert row["asked"] == "causal & window(1, 0) at 0.2"
-    assert row["density"] == pytest.approx(0.2, rel=0.02)
-    assert row["pattern"] != "causal & window(1, 0)"
 
 
 def test_the_command_fails_where_ours_is_wrong(fakes, tmp_path, capsys):

@@ -40,7 +40,6 @@ from ringtile.tools.quality.leg import (
     QUICK,
     SAFE,
     Leg,
-    Variant,
     add_arguments,
     checked,
     open_leg,
@@ -149,34 +148,6 @@ def test_calibration_reads_other_files_and_has_a_far_repeat_of_random_tokens() -
     assert repeated[-128:].all()
     assert not repeated[:-128].any()
     assert len(drawn.ids[0, :128].unique()) > 70
-
-
-def test_texts_of_yours(tmp_path: Path) -> None:
-    def texts(*names: str) -> Texts:
-        return Texts(lambda text: list(text.encode()), [tmp_path / name for name in names])
-
-    generator = torch.Generator().manual_seed(0)
-    letters = bytes((torch.randint(26, (3000,), generator=generator) + 97).tolist())
-    (tmp_path / "own.txt").write_bytes(letters)
-    (tmp_path / "other.md").write_bytes(letters.upper())
-    both = texts("own.txt", "other.md")
-    assert [both.far_copy(seed, N).kinds[0] for seed in range(3)] == ["own", "other", "own"]
-    assert bytes(both.far_copy(1, N).ids[0, :100].tolist()).isupper()
-    # A folder stands for its files, in the order of their names.
-    assert texts("").sources == ("other", "own")
-    (tmp_path / "own.txt").write_bytes(letters[:300] + letters[:300])
-    drawn = texts("own.txt").calibration(0, N, 256)
-    assert bytes(drawn.ids[0].tolist()) == (letters[:300] * 2)[:N]
-    with pytest.raises(ValueError, match="--text: expected at least 3000 tokens of own, got 600"):
-        texts("own.txt").calibration(0, 6000, 256)
-    (tmp_path / "latin").write_bytes(b"\xe9")
-    for names, message in (
-        (["none.txt"], "expected a text file"),
-        (["latin"], "expected UTF-8"),
-        (["own.txt", "own.txt"], "expected files of different names"),
-    ):
-        with pytest.raises(ValueError, match=f"--text: {message}"):
-            texts(*names)
 
 
 def test_budgets_of_another_model_block_or_scores(tiny: Decoder, calibration: Calibration, tmp_path: Path) -> None:
@@ -296,13 +267,6 @@ def test_a_text_of_yours_judges_and_does_not_calibrate(
     monkeypatch.setattr(tiny.texts, "_known", {})
     found = Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).text["sha256"]
     assert found == Texts(tiny.encode).calibration(0, N, tiny.vocab_size).sha256
-
-
-def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
-    found = Leg(tiny, tmp_path, block=16).losses(Variant("default", "density", 1.0), 0)
-    assert found.figures["text"] == pytest.approx(1, abs=1e-4)
-    assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
-    assert found.realised == 1
 
 
 def arguments(*words: str) -> argparse.Namespace:

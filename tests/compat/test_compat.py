@@ -45,7 +45,7 @@ from dilated_attention_pytorch import (
     hierarchical_sparse_attention,
     pattern_statistics,
 )
-from dilated_attention_pytorch.generator import Problem, count_tiles
+from dilated_attention_pytorch.generator import count_tiles
 from ringtile import sparse_attention
 from ringtile.functional.dilated import dilated_attention
 from ringtile.index import build_index
@@ -240,21 +240,21 @@ def test_an_attention_mask_joins_the_pattern_and_is_refused_in_segments() -> Non
     mask = torch.rand(100, 100) < 0.3
     x = torch.randn(1, 100, 32)
     _, weights = module(x, attn_mask=mask, need_weights=True)
-    assert torch.equal(weights[0] > 0, Window(45).allowed(*map(torch.tensor, (0,)), torch.arange(100)[:, None],
-                                                          torch.arange(100)) & ~mask)  # fmt: skip
+    kept = Window(45).allowed(torch.tensor(0), torch.arange(100)[:, None], torch.arange(100))
+    assert torch.equal(weights[0] > 0, kept & ~mask)
     with pytest.raises(ValueError, match="segment_lengths"):
         BlockSparseRingMultiheadDilatedAttention(32, 4, **SEGMENTS)(x, attn_mask=mask)
 
 
-@pytest.mark.parametrize(("key", "value"), [(None, 1), (1, None)])
-def test_key_without_value_is_refused(key: int | None, value: int | None) -> None:
+def test_key_without_value_is_refused() -> None:
     x = torch.randn(1, 20, 32)
     for module, tokens in (
         (create_block_sparse_multihead_attention(32, 4), x),
         (BlockSparseRingDilatedAttention(), x.unflatten(-1, (4, 8))),
     ):
-        with pytest.raises(ValueError, match="expected key and value, or neither"):
-            module(tokens, None if key is None else tokens, None if value is None else tokens)
+        for pair in ((tokens, None), (None, tokens)):
+            with pytest.raises(ValueError, match="expected key and value, or neither"):
+                module(tokens, *pair)
     with pytest.raises(ValueError, match=r"query: expected four dimensions \[B, N, H, D\]"):
         BlockSparseRingDilatedAttention()(x)
 
@@ -370,9 +370,7 @@ def test_bounds_hold_the_density() -> None:
     assert density(max_sparsity=0.05) == density(0.05)
     with pytest.warns(UserWarning, match=r"local_window_size=64 changes nothing: min_sparsity=0\.3 decides over 8192"):
         assert density(local_window_size=64, min_sparsity=0.3) == density(0.3)
-    with pytest.warns(
-        UserWarning, match=r"local_window_size=4096 changes nothing: max_sparsity=0\.2 decides over 8192"
-    ):
+    with pytest.warns(UserWarning, match=r"local_window_size=4096 changes nothing: max_sparsity=0\.2 decides"):
         assert density(local_window_size=4096, max_sparsity=0.2) == density(0.2)
 
 
@@ -411,9 +409,7 @@ RATIO = r"sparsity_ratio=0\.3 decides"
     ("kind", "base", "field", "decides"),
     [
         ("local_window", {"sparsity_ratio": 0.3}, {"local_window_size": 512}, RATIO),
-        ("global_local", {"sparsity_ratio": 0.3}, {"local_window_size": 64}, RATIO),
         ("dilated_sparse", {"sparsity_ratio": 0.3}, {"block_size": 64}, f"{RATIO}, and keeps .* tiles of 128 x 128"),
-        ("local_window", {}, {"block_size": 64}, "local_window_size=512 decides"),
         ("local_window", {"max_sparsity": 0.3}, {"block_size": 64}, "local_window_size=512 decides"),
         ("global_local", {"local_window_size": 100}, {"block_size": 256}, "local_window_size=100 decides"),
         ("dilated_sparse", {}, {"local_window_size": 64}, "pattern_type='dilated_sparse' decides, .* dilation_rates"),
@@ -456,12 +452,6 @@ def test_pattern_types_are_names_or_text() -> None:
         assert hasattr(ringtile.patterns, instead)
     with pytest.raises(ValueError, match=r"pattern_type: expected one of .*, got 'learned'$"):
         SparsePatternConfig(PatternType.LEARNED)
-
-
-def test_what_follows_the_contents_has_no_rates() -> None:
-    with pytest.warns(UserWarning, match=r"dilation_rates=\(1, 2\) changes nothing: .*'adaptive' decides"):
-        config = SparsePatternConfig("adaptive", dilation_rates=[1, 2])
-    assert BlockSparseRingDilatedAttention(sparse_config=config)(X).isfinite().all()
 
 
 @TOO_SHORT
@@ -946,14 +936,6 @@ def test_memory_info_counts_tiles() -> None:
     attention = RingDilatedAttentionV2([512, 1024], [1, 2])
     attention(torch.randn(1, 1024, 1, 8))
     assert attention.get_memory_info()["theoretical_speedup"] == pytest.approx(64 / 48)
-
-
-def test_tiles_are_counted_over_all_problems() -> None:
-    # Three rows of tiles of three by four, of which causality allows 2 + 3 + 4.
-    problems = (Problem(300, 500, 200, times=2), Problem(100, 100, 0))
-    assert count_tiles(Dense(), problems, is_causal=True) == (2 * 9 + 1, 2 * 9 + 1)
-    assert count_tiles(BlockDilated([1], 0), problems, is_causal=True) == (2 * 3 + 1, 2 * 9 + 1)
-    assert count_tiles(Dense(), problems, is_causal=False) == (2 * 12 + 1, 2 * 12 + 1)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -16,6 +16,7 @@ import torch._dynamo.testing
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from oracle import Inputs, make_inputs, oracle, relative_error, rule_everywhere
+from pairs import all_pairs
 from processes import Traffic, counted_traffic, on_ranks, one_rank
 from strategies import patterns
 from torch import Tensor
@@ -186,11 +187,11 @@ def check_ranks(pattern: Pattern, layout: Layout, expected: Expected, **options:
         (name, layout, RANKS[(row + column) % 5])
         for row, name in enumerate(PATTERNS)
         for column, layout in enumerate(LAYOUTS)
-        if (3 * row + column) % 5 < 3
+        if (3 * row + column) % 5 in (1, 2)
     ],
 )
 def test_ranks_give_the_bits_of_one_process(name: str, layout: str, n_ranks: int) -> None:
-    """Every pattern in three layouts, and every layout with every number of ranks."""
+    """Every pattern in two layouts, and every layout with every number of ranks."""
     check_ranks(PATTERNS[name], LAYOUTS[layout](N_TOKENS, n_ranks), expected_of_named(name))
 
 
@@ -200,18 +201,18 @@ def test_ranks_give_the_bits_of_one_process(name: str, layout: str, n_ranks: int
         (("causal", "dense")[(row + column) % 2], layout, n_ranks)
         for row, layout in enumerate(LAYOUTS)
         for column, n_ranks in enumerate(RANKS)
-        if (row + column) % 5 in (0, 2, 3)
+        if (row + column) % 5 in (2, 3)
     ],
 )
 def test_keys_pass_around_a_ring(name: str, layout: str, n_ranks: int) -> None:
-    """Every layout with three numbers of ranks, and both with either pattern."""
+    """Every layout with two numbers of ranks, and both with either pattern."""
     expected, made = expected_of_named(name), LAYOUTS[layout](N_TOKENS, n_ranks)
     check_transport("ring", PATTERNS[name], made, expected)
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "n_ranks"),
-    [(name, ("zigzag", "equal")[row % 2], RANKS[row % 5]) for row, name in enumerate(PATTERNS)],
+    [(name, ("zigzag", "equal")[row % 2], RANKS[row % 5]) for row, name in enumerate(list(PATTERNS)[::2])],
 )
 def test_every_rank_gets_all_keys(name: str, layout: str, n_ranks: int) -> None:
     check_transport("gather", PATTERNS[name], LAYOUTS[layout](N_TOKENS, n_ranks), expected_of_named(name))
@@ -251,15 +252,14 @@ def test_buffers_have_only_nan_until_they_are_filled(name: str, transport: str) 
     assert all(all(buffers) for buffers in found)
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("transport", ["exchange", "gather", "ring", "ulysses", "hierarchy"])
-def test_a_batch_can_be_empty(transport: str, masked: bool) -> None:
+def test_a_batch_can_be_empty(transport: str) -> None:
     layout = Layout.contiguous(N_TOKENS, 4)
 
     def run(rank: int) -> None:
         leaves = [torch.randn(0, 4, layout.size(rank), 8, requires_grad=True) for _ in range(3)]
         pattern = CAUSAL if transport == "ring" else CAUSAL & (Window(60) | GlobalTokens(3))
-        mask = torch.ones(0, layout.size(rank), dtype=torch.bool) if masked else None
+        mask = torch.ones(0, layout.size(rank), dtype=torch.bool)
         group = init_device_mesh("cpu", (2, 2)) if transport == "hierarchy" else None
         out = ring_attention(*leaves, pattern, layout=layout, transport=transport, key_mask=mask, group=group)
         assert out.shape == leaves[0].shape
@@ -289,15 +289,14 @@ def test_the_default_transport() -> None:
     assert calls(Segments(128), 3) == []
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "equal"])
-@pytest.mark.parametrize("n_tokens", [1, 100, 300, 513])
+@pytest.mark.parametrize(("n_tokens", "layout"), [(1, "zigzag"), (100, "equal"), (300, "zigzag"), (513, "equal")])
 def test_more_ranks_than_tiles(n_tokens: int, layout: str) -> None:
     pattern = CAUSAL & (Window(90) | GlobalTokens(3))
     expected = expected_of(pattern, make_inputs(2, 2, n_tokens, head_dim=8))
     check_ranks(pattern, LAYOUTS[layout](n_tokens, 8), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "equal zigzag"])
 def test_masks_and_lengths_reach_the_ranks_that_need_them(layout: str) -> None:
     lengths, mask = torch.tensor([N_TOKENS, 0, 450]), torch.rand(3, N_TOKENS) < 0.8
     problem, both = make_inputs(3, 2, N_TOKENS, head_dim=8), {"key_mask": mask, "key_lengths": lengths}
@@ -310,8 +309,9 @@ def test_masks_and_lengths_reach_the_ranks_that_need_them(layout: str) -> None:
         check_ranks(pattern, LAYOUTS[layout](N_TOKENS, 5), expected, **options)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["dropout", "alibi", "softcap"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("dropout", "striped"), ("dropout", "equal"), ("alibi", "zigzag"), ("softcap", "equal zigzag")]
+)
 def test_weights_depend_on_positions_in_the_whole(name: str, layout: str) -> None:
     options: dict[str, Any] = {
         "dropout": {"dropout_p": 0.3, "seed": 7},
@@ -397,7 +397,7 @@ WINDOW = CAUSAL & Window(4096)
 
 
 @pytest.mark.usefixtures("one_demand")
-@pytest.mark.parametrize(("n_ranks", "stride"), [(8, 1), (64, 9), (1024, 341)])
+@pytest.mark.parametrize(("n_ranks", "stride"), [(64, 9), (1024, 341)])
 def test_a_window_of_a_million_tokens_sends_only_its_halo(n_ranks: int, stride: int) -> None:
     """Keys of 16 MiB travel from rank to rank, and their gradients back."""
     layout = Layout.contiguous(MILLION, n_ranks)
@@ -411,8 +411,8 @@ def test_a_window_of_a_million_tokens_sends_only_its_halo(n_ranks: int, stride: 
 
 
 @pytest.mark.usefixtures("one_demand")
-@pytest.mark.parametrize("n_ranks", [8, 64, 1024])
-def test_sinks_and_two_runs_of_a_million_tokens_send_little_more(n_ranks: int) -> None:
+def test_sinks_and_two_runs_of_a_million_tokens_send_little_more() -> None:
+    n_ranks = 1024
     ranks = {0, 1, n_ranks // 2, n_ranks - 1}
     for pattern, make, most in (
         (WINDOW | CAUSAL & GlobalTokens(128), Layout.contiguous, 17),
@@ -424,9 +424,10 @@ def test_sinks_and_two_runs_of_a_million_tokens_send_little_more(n_ranks: int) -
             assert max(sent, received) <= most * MIB
 
 
-@pytest.mark.parametrize("name", ["window", "global tokens", "documents", "causal"])
-@pytest.mark.parametrize("layout", ["contiguous", "equal zigzag"])
-@pytest.mark.parametrize("transport", ["exchange", "gather"])
+@pytest.mark.parametrize(
+    ("transport", "layout", "name"),
+    all_pairs(["exchange", "gather"], ["contiguous", "equal zigzag"], ["window", "global tokens", "documents"]),
+)
 def test_collectives_get_the_planned_bytes(transport: str, layout: str, name: str) -> None:
     expected, made = expected_of_named(name), LAYOUTS[layout](N_TOKENS, 4)
 
@@ -575,7 +576,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (ring_attention, {"dropout": 0.1}, r"unexpected keyword arguments \['dropout'\], expected some of"),
     (ring_attention, {"key_mask": torch.ones(1, 5, dtype=torch.bool)}, "key_mask: expected shape"),
     (ring_attention, {"key_lengths": torch.tensor([301])}, r"key_lengths: expected values in \[0, 300\]"),
-    (ring_attention, {"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
     (ring_attention, {"sinks": torch.ones(1)}, "sinks: expected shape"),
     (ring_attention, {"group": "all"}, "group: expected a ProcessGroup, a DeviceMesh or None, got str"),
     (ring_attention, {"pattern": 7}, "pattern: expected a Pattern"),
@@ -597,7 +597,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"heads": 6}, "of heads that 4 ranks can share equally, got 6; degrees that divide it: 1, 2, 3, 6"),
             ({"heads": 6, "mesh": (1, 4)}, "that 4 ranks can share equally, got 6"),
             ({"pattern": per_head([CAUSAL] * 8)}, "num_heads: .* is written for 8, got num_heads=4"),
-            ({"pattern": Documents([100, 100])}, "documents of 200 tokens expects n_keys=200"),
             ({"layout": Layout.contiguous(256, 2)}, "layout: expected a Layout for 4 ranks"),
         )
     ],
@@ -612,7 +611,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (ring_dilated_attention, {"check_finite": "layer 2", "nan": True}, NOT_FINITE),
     (roll, {"shifts": 1.0}, "shifts: expected an integer, got 1.0"),
     (roll, {"layout": Layout.contiguous(8, 2)}, "layout: expected a Layout for 1 ranks"),
-    (roll, {"dim": 0}, "x: expected the 300 tokens of rank 0 in dimension 0"),
     (roll, {"dim": 4}, "x: expected the 300 tokens of rank 0 in dimension 4"),
     (roll, {"group": "all"}, "group: expected a ProcessGroup, a DeviceMesh or None, got str"),
 ]
@@ -807,11 +805,3 @@ def test_compiled_graphs_exchange_masks_before_keys(is_longnet: bool) -> None:
         before |= new
         new = {node for each in new for node in each.all_input_nodes} - before
     assert masks in before
-
-
-def test_indices_are_moved_to_the_device_once() -> None:
-    plan = make_plan(CAUSAL & Window(200), Layout.contiguous(N_TOKENS, 3), 1)
-    assert plan.pieces_on(torch.device("cpu")) is plan.pieces
-    moved = plan.pieces_on(torch.device("meta"))
-    assert [piece.index.device.type for piece in moved] == ["meta"] * len(plan.pieces)
-    assert plan.pieces_on(torch.device("meta")) is moved

@@ -88,32 +88,6 @@ def test_a_wrong_result_ends_the_run(made: ModuleType, monkeypatch: pytest.Monke
         run(made, monkeypatch, "--tokens", "150", "--documents", "0", "--engines", "sdpa", "ringtile")
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
-def test_cells_that_are_measured_apart_end_in_one_record(
-    made: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    out = tmp_path / "record.json"
-    commits = iter(["first", "second", "third", "fourth"])
-    facts = made.facts_of
-    monkeypatch.setattr(made, "facts_of", lambda args: {**facts(args), "commit": next(commits)})
-    words = ["--dtype", "float32", "--documents", "0", "--out", str(out), "--engines"]
-    run(made, monkeypatch, *words, "sdpa", "ringtile", "--tokens", "150", "90")
-    first = json.loads(out.read_text(encoding="utf-8"))
-    run(made, monkeypatch, *words, "sdpa", "ringtile, int8 linears", "--tokens", "90")
-    both = json.loads(out.read_text(encoding="utf-8"))
-    found = [(row["lengths"][0], row["engine"], row["commit"]) for row in both["rows"]]
-    mine = [(90, "sdpa", "second"), (90, "ringtile", "first"), (90, "ringtile, int8 linears", "second")]
-    assert found == [*mine, (150, "sdpa", "first"), (150, "ringtile", "first")]
-    assert [row for row in first["rows"] if row["lengths"] == [150]] == both["rows"][3:]
-
-    # The record compares others with sdpa, and on another machine all of them would take other times.
-    with pytest.raises(SystemExit, match="expected a run that computes 150 tokens, float32, sdpa, which the record"):
-        run(made, monkeypatch, *words, "ringtile", "--tokens", "150")
-    out.write_text(json.dumps({**both, "threads": 7}), encoding="utf-8")
-    with pytest.raises(SystemExit, match="expected a record with the threads of this run"):
-        run(made, monkeypatch, *words, "sdpa", "--tokens", "150")
-
-
 def test_the_page_is_that_of_the_record(tmp_path: Path) -> None:
     module = script("encoders", "benchmarks")
     record = json.loads(module.RECORD.read_text(encoding="utf-8"))

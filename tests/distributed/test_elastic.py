@@ -7,12 +7,8 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,46 +116,3 @@ def test_torchrun_starts_the_ranks_again_and_the_log_names_the_lost_one(tmp_path
     assert done.returncode == 0, done.stderr
     assert [int(step) for step, _ in curve(done.stdout)] == [1, 2, 3, 3, 4, 5, 6]
     assert set(re.findall(r"^ringtile: (.*)$", done.stderr, re.M)) == {"rank 2 is lost: no heartbeat for 2 s"}
-
-
-def descendants(process: int) -> Iterator[int]:
-    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
-        yield int(child)
-        yield from descendants(int(child))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
-def test_a_node_that_is_lost_leaves_the_others_to_go_on(tmp_path: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = torchrun(
-        *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "1", "--local-addr", "127.0.0.1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run"),
-        *("--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"),
-    )
-    command += [str(tmp_path / "run"), *WORDS, "--steps", "1000"]
-    logs = [tmp_path / "first", tmp_path / "second"]
-    nodes, lost, end = [], False, time.monotonic() + 240
-    try:
-        for log in logs:
-            # The node that has the store of the rendezvous comes first.
-            with log.open("w") as file:
-                nodes.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT))
-            time.sleep(2)
-        while ("8", "2") not in curve(logs[0].read_text()):
-            assert time.monotonic() < end, logs[0].read_text()
-            if not lost and ("3", "4") in curve("\n".join(log.read_text() for log in logs)):
-                lost = True
-                for process in [nodes[1].pid, *descendants(nodes[1].pid)]:
-                    os.kill(process, signal.SIGKILL)
-            time.sleep(0.2)
-    finally:
-        for node in nodes:
-            if node.poll() is None:
-                for process in [*descendants(node.pid), node.pid]:
-                    os.kill(process, signal.SIGKILL)
-            node.wait()
-    text = logs[0].read_text()
-    assert len(set(re.findall(r"^ringtile: (ranks \d, \d are lost: .*)$", text, re.M))) == 1

@@ -739,19 +739,6 @@ def test_a_compiled_module_reads_each_mask_outside_its_graphs() -> None:
     assert counts[-1] == counts[0]
 
 
-def test_attend_is_the_one_place_where_attention_is_computed() -> None:
-    module, _ = modules(
-        "batch first", pattern=LOCAL, attend=partial(sparse_attention, softcap=2.0, backend="blockwise")
-    )
-    x = torch.randn(2, 40, E, dtype=torch.float64)
-    padding = masks_named("padding", 2, 40, 40)["key_padding_mask"]
-    q, k, v = (module._split_heads(y) for y in module._project(x, x, x))
-    expected, _ = attention_reference(q, k, v, LOCAL, softcap=2.0, key_mask=~padding)
-    expected = module.out_proj(expected.transpose(1, 2).flatten(2))
-    assert relative_error(module(x, x, x, padding, need_weights=False)[0], expected) < EXACT
-    assert relative_error(module(x, x, x, padding)[0], expected) < EXACT
-
-
 def test_replace_attention_keeps_parameters_and_hooks() -> None:
     model = nn.Transformer(E, H, 2, 2, 32, batch_first=True)
     shared = model.encoder.layers[0].self_attn

@@ -193,20 +193,6 @@ def test_heads_follow_the_pattern(text):
         trained(text, 1, pattern=per_head([Window(3), Window(9), Window(1)]))
 
 
-def test_the_default_text_is_the_library_of_this_python(monkeypatch, tmp_path):
-    corpus, again = load_corpus(None), load_corpus(None)
-    assert torch.equal(corpus.train, again.train)
-    assert torch.equal(corpus.held_out, again.held_out)
-    assert len(corpus.train) > 2_000_000
-    assert len(corpus.held_out) > 100_000
-    assert b"import " in bytes(corpus.train[:100_000].tolist())
-    assert corpus.source.endswith("Python {}.{}.{}".format(*sys.version_info[:3]))
-    # A Python without sources needs a text.
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(ValueError, match="--text: expected"):
-        load_corpus(None)
-
-
 def test_encoders_are_compared_and_then_timed(capsys):
     act = SMALL_ENCODER()
     act.run(Progress())
@@ -255,23 +241,6 @@ def test_the_whole_demo(text, tmp_path, capsys):
     titles = [line.split(":")[0] for line in captured.out.splitlines() if line[:1] not in ("", " ")]
     acts = ["Right", "Fast", "Trains", "Encodes"]
     assert [title for title in titles if title in acts] == acts
-
-
-@pytest.mark.usefixtures("small")
-def test_json_is_one_object_and_names_what_pictures_need(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    argv = ["--only", "trains", "--seconds", "0.1", "--context", "64", "--text", str(text), "--json"]
-    assert run(*argv, "--out", str(tmp_path / "pictures")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"right", "fast", "encodes"}.isdisjoint(found)
-    for run_ in found["trains"]["runs"].values():
-        assert len(run_["bits_per_byte"]) == len(run_["seconds"]) == run_["steps"] >= 1
-        assert run_["held_out"][-1]["steps"] == run_["steps"]
-    assert [len(found["trains"]["runs"][label]["held_out"]) for label in ("sparse", "dense")] == [2, 1]
-    assert (found["passed"], found["interrupted"]) == (True, False)
-    assert not (tmp_path / "pictures").exists()
-    assert found["pictures"] == {}
-    assert "matplotlib cannot be imported" in found["no_pictures_because"]
 
 
 def test_json_has_no_nan(monkeypatch, capsys, tmp_path):

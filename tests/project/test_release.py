@@ -12,7 +12,6 @@ import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -179,24 +178,6 @@ def test_what_was_tested_is_told_alike() -> None:
     entries = json.loads(matrix.RECORD.read_text(encoding="utf-8"))
     assert matrix.package(entries) == matrix.PACKAGE.read_text(encoding="utf-8"), "run python scripts/matrix.py"
     assert matrix.page(entries) == matrix.PAGE.read_text(encoding="utf-8"), "run python scripts/matrix.py"
-
-
-def test_a_run_is_told_unless_it_failed() -> None:
-    matrix = script("scripts/matrix.py")
-    run = {"python": "3.11.7", "torch": "2.9.1+cpu", "triton": None, "transformers": "5.24.0", "date": "2026-11-28"}
-    run |= {"passed": 4321, "failed": 0, "skipped": 5, "commit": "abc"}
-    newer = run | {"torch": "2.14.0", "triton": "3.8.0"}
-    entries = matrix.added(matrix.added([], newer), run)
-    assert entries == [run, newer]
-    again = newer | {"python": "3.11.9", "failed": 1}
-    assert matrix.added(entries, again) == [run, again]
-    names: dict[str, Any] = {}
-    exec(matrix.package(entries), names)
-    tested = {"python": ("3.11",), "torch": ("2.9.1", "2.14.0"), "triton": ("3.8.0",), "transformers": ("5.24.0",)}
-    assert names["TESTED"] == tested
-    exec(matrix.package([run, again]), names)
-    assert names["TESTED"] == tested | {"torch": ("2.9.1",), "triton": ()}
-    assert "| 3.11 | 2.9.1 | - | 5.24.0 | 4,321 | 0 | 5 | 2026-11-28 |\n" in matrix.page([run, again])
 
 
 def test_a_release_has_one_version_and_its_date() -> None:

@@ -281,28 +281,6 @@ def test_the_quality_page_is_that_of_its_record() -> None:
     assert not theirs.interrupted
 
 
-CLAIMED_TABLES = script("benchmark_page").claims()
-CLAIMED_ROWS = [row for table in CLAIMED_TABLES for row in table["rows"]]
-
-
-def test_what_is_beside_a_claim_is_a_row_of_a_suite() -> None:
-    assert {table["document"] for table in CLAIMED_TABLES} <= set(script("promises").DOCUMENTS)
-    assert all(len(row["cells"]) == len(table["columns"]) for table in CLAIMED_TABLES for row in table["rows"])
-    cells = {name: suite(name) for name in {row["here"][0] for row in CLAIMED_ROWS if "here" in row}}
-    for row in CLAIMED_ROWS:
-        if "here" in row:
-            name, direction, figure, facts = row["here"]
-            assert figure in ("ms", "dense ms", "speedup", "ms and MiB", "break-even")
-            at = f" at {facts['at']:g}" if "at" in facts else ""
-            wanted = {fact: value for fact, value in facts.items() if fact != "at"}
-            assert any(
-                direction in cell.directions
-                and cell.case.asked.endswith(at)
-                and all(getattr(cell.case, fact) == value for fact, value in wanted.items())
-                for cell in cells[name]
-            ), row
-
-
 def test_home_lists_every_page_but_those_of_patterns_and_the_reference() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     pages = set(re.findall(r"^ +- (?:[^:]+: )?(\S+\.md)$", nav, re.M))

@@ -457,14 +457,6 @@ def test_the_work_of_ours_is_what_its_lanes_reach(monkeypatch):
 
 
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
-def test_keys_that_no_tile_keeps_are_not_read():
-    # The last query keeps the last 31 tokens, which lie in the second tile.
-    sizes = {"n_tokens": 200, "n_queries": 1, "heads": 4, "kv_heads": 2}
-    (work,) = work_of(small_case(Causal() & Window(30), **sizes), FORWARD, Ringtile())
-    assert work.traffic == 4 * 8 * (2 * 4 + 2 * 2 * 72)
-
-
-@pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
 def test_numbers_in_parts_may_have_the_error_of_parts(monkeypatch):
     for isa, setting, floor in (
         ("amx", "tf32", exact.PARTS_FLOOR),

@@ -498,19 +498,6 @@ def test_plan_prints_json_and_draws(capsys, tmp_path):
     assert file.read_bytes()[1:4] == b"PNG"
 
 
-def test_a_picture_keeps_single_pairs_of_many_ranks():
-    pytest.importorskip("matplotlib")
-    from ringtile.tools.plot import plot_traffic
-
-    traffic = torch.zeros(1000, 1000, dtype=torch.int64)
-    traffic[7, 998] = 5 * MIB
-    image = plot_traffic(traffic).images[0].get_array()
-    assert image is not None
-    assert image.shape == (250, 250)
-    assert image[1, 249] == 5
-    assert image.sum() == 5
-
-
 def test_figures_of_your_own(capsys, tmp_path):
     file = tmp_path / "mine.json"
     argv = ["plan", "causal", "--tokens", "16K", "--ranks", "4", "--hardware", str(file)]

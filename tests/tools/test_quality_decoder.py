@@ -248,27 +248,6 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
     assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).block == 16
 
 
-def test_a_text_of_yours_judges_and_does_not_calibrate(
-    tiny: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = tmp_path / "own.txt"
-    own.write_text("0123456789" * 100)
-    before = next(Leg(tiny, tmp_path, block=16).jobs()).setting
-    monkeypatch.setattr(tiny, "texts", Texts(tiny.encode, [own]))
-    assert tiny.texts.far_copy(0, N).kinds[0] == "own"
-    # Each of your texts is another cell, also if a folder has the cells of others, and at least four are measured.
-    setting = next(Leg(tiny, tmp_path, block=16).jobs()).setting
-    assert (setting.sizes["text"], setting.name != before.name) == ("own", True)
-    jobs = [job.setting for job in Leg(tiny, tmp_path, block=16).jobs(timed=False) if job.setting.scores == "dense"]
-    assert [job.seed for job in jobs] == [0, 1, 2, 3]
-    monkeypatch.setattr(tiny.texts, "_known", {"own": torch.zeros(100)})
-    with pytest.raises(ValueError, match=r"--text: expected at least \d+ tokens of own, got 100"):
-        next(Leg(tiny, tmp_path, block=16).jobs())
-    monkeypatch.setattr(tiny.texts, "_known", {})
-    found = Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).text["sha256"]
-    assert found == Texts(tiny.encode).calibration(0, N, tiny.vocab_size).sha256
-
-
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

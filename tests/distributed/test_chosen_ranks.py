@@ -78,29 +78,6 @@ def test_rules_count_positions(name: str) -> None:
     check(RULES[name], Layout.zigzag(N_TOKENS, 2, unit=1), lists())
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "padding": {"key_mask": torch.arange(N_TOKENS) >= torch.tensor([[0], [90]])},
-    "holes": {"key_mask": torch.arange(N_TOKENS) % torch.tensor([[3], [5]]) > 0},
-    "lengths": {"key_lengths": torch.tensor([100, N_TOKENS])},
-    "softcap": {"softcap": 2.0, "scale": 0.3},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},
-    "dropout": {"dropout_p": 0.3, "seed": 3},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, 0.2, 0.0], dtype=torch.float64)},
-    "reference": {"backend": "reference"},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name: str) -> None:
-    check(causal, Layout.zigzag(N_TOKENS, 2, unit=1), lists(), **OPTIONS[name])
-
-
-@pytest.mark.parametrize(("groups", "batch", "block"), [(1, 1, 1), (1, 2, 16), (2, 1, 64)])
-def test_shared_lists_and_blocks(groups: int, batch: int, block: int) -> None:
-    rule: Rule = lambda indices: CAUSAL & Chosen(indices, block)  # noqa: E731
-    check(rule, Layout.striped(N_TOKENS, 2, unit=7), lists(groups, block, batch, 6), torch.float32)
-
-
 def test_a_rank_without_tokens_takes_part() -> None:
     check(causal, Layout(N_TOKENS, (((0, 40), (90, N_TOKENS)), (), ((40, 90),))), lists())
     check(RULES["or a window"], Layout(N_TOKENS, ((), ((0, N_TOKENS),))), lists())

@@ -309,20 +309,6 @@ def test_masks_and_lengths_reach_the_ranks_that_need_them(layout: str) -> None:
         check_ranks(pattern, LAYOUTS[layout](N_TOKENS, 5), expected, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [("dropout", "striped"), ("dropout", "equal"), ("alibi", "zigzag"), ("softcap", "equal zigzag")]
-)
-def test_weights_depend_on_positions_in_the_whole(name: str, layout: str) -> None:
-    options: dict[str, Any] = {
-        "dropout": {"dropout_p": 0.3, "seed": 7},
-        "alibi": {"alibi_slopes": torch.tensor([0.02, 0.3], dtype=torch.float64)},
-        "softcap": {"softcap": 2.0, "scale": 0.3},
-    }[name]
-    pattern = CAUSAL & (Window(150) | GlobalTokens(40))
-    expected = expected_of(pattern, make_inputs(1, 2, N_TOKENS, head_dim=8), **options)
-    check_ranks(pattern, LAYOUTS[layout](N_TOKENS, 3), expected, **options)
-
-
 @settings(max_examples=15)
 @given(st.data())
 def test_plans_of_all_ranks_fit_together(data: st.DataObject) -> None:

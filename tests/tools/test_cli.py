@@ -132,7 +132,6 @@ def test_doctor_names_what_is_newer_than_tested(
             if installed is newer:
                 told += f", newer than tested ({versions[-1]})"
             assert re.search(rf"^{name} +{re.escape(told)}$", text, re.M), text
-        assert re.search(r"^tested with +python 3\.11, 3\.12\n +torch 2\.9\.1, 2\.10\.0\n", text, re.M), text
 
 
 def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,6 @@ from ringtile.tools.quality.calibrate import run
 from ringtile.tools.quality.cells import Cell, Folder, Job, Measured, Record, Setting, measure_all
 from ringtile.tools.quality.decoder import Decoder, faster_dtype
 from ringtile.tools.quality.leg import (
-    FULL,
     QUICK,
     SAFE,
     Leg,
@@ -101,9 +100,6 @@ def test_a_far_copy_repeats_its_first_fifth_and_asks_for_its_needles() -> None:
         asked = words.index(f"\nThe secret number of {questions[0][0]} is", words.rindex(needles[-1][1], 0, -500))
         again = asked - drawn.repeat
         assert torch.equal(ids[: drawn.repeat], ids[again:asked])
-        # The window of the text is whole, around the needles.
-        bare = re.sub(r"\nThe secret number of \w+ is \d{5}\.", "", words[:again]).encode("latin-1")
-        assert bare in bytes(texts.tokens(drawn.kinds[0]).tolist())
         # What is judged is in its own part, and the next token, too. Needles and questions are no prose.
         assert torch.equal(drawn.first + 1, torch.arange(1, drawn.repeat))
         assert torch.equal(drawn.second + 1, torch.arange(again + 9, asked))
@@ -214,8 +210,6 @@ def test_watched_attention_is_the_attention(tiny: Decoder) -> None:
 def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leg = Leg(tiny, tmp_path, block=16)
     jobs = list(leg.jobs(quick=True, timed=False))
-    for rows in (FULL, QUICK):
-        assert len({row.key for row in rows}) == len(rows)
     assert len({job.setting.name for job in jobs}) == len(jobs)
     folder = Folder(tmp_path)
     cells = measure_all(jobs, folder, Progress(quiet=True))
@@ -237,15 +231,10 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
             )
             assert 0 <= (cell.figure("digits") or 0) <= 1
             assert 0.2 < (cell.measured.realised or 0) < 0.4
-            by_head = cell.measured.figures["recall_by_head"]
-            assert isinstance(by_head, list)
-            assert len(by_head) == 12
     # Nothing is measured twice, and the calibration is read from its file.
     monkeypatch.delattr(leg_module, "calibrate")
     again = measure_all(Leg(tiny, tmp_path, block=16).jobs(quick=True, timed=False), folder, Progress(quiet=True))
     assert again == cells
-    assert len(list(tmp_path.glob("budgets-*.json"))) == 1
-    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).block == 16
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -279,8 +268,6 @@ def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: 
     words = ("--model", str(model), "--tokens", str(N), "--block", "16", "--dtype", "bfloat16", "--budgets", str(out))
     jobs = open_leg(arguments(*words, "--quick"), tmp_path, Progress(quiet=True))
     assert {job.setting.sizes["dtype"] for job in jobs} == {"bfloat16"}
-    with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
-        open_leg(arguments(*words[:4], "--block", "32", "--budgets", str(out)), tmp_path, Progress(quiet=True))
     with pytest.raises(ValueError, match="--density: expected a number above 0"):
         run(arguments("--calibrate", str(model), "--density", "0"), Progress(quiet=True))
 
@@ -295,13 +282,10 @@ def test_the_command_writes_a_record_and_a_table(
     words = ["quality", "--model", "m", "--out", str(tmp_path)]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"default +density +25% +0\.260 +97\.0 ", shown)
     record = Record.from_json((tmp_path / "quality.json").read_text())
     assert (record.command, record.cells[0].setting) == (f"ringtile {' '.join(words)}", setting)
     table = (tmp_path / "quality.txt").read_text()
     assert table in shown
-    assert cli.main([*words, "--json"]) == 0
-    assert Record.from_json(capsys.readouterr().out).cells == record.cells
     jobs = [job, replace(job, setting=replace(setting, seed=1), measure=stopped)]
     monkeypatch.setattr(leg_module, "open_leg", lambda args, folder, progress: jobs)
     assert cli.main(words) == 130

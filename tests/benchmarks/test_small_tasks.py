@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -145,25 +144,6 @@ def measured(sweep: Sweep, folder: Path, *regimes: str) -> dict[tuple[str, str],
     work = [job for job in jobs(sweep, folder / "models") if job.setting.regime in (regimes or ("post-hoc",))]
     cells = measure_all(work, Folder(folder), Progress(quiet=True))
     return {(cell.setting.regime, cell.setting.scores): cell for cell in cells}
-
-
-def test_a_task_without_a_good_model_is_dropped_by_name(tmp_path: Path) -> None:
-    # Three steps teach nothing.
-    cells = measured(small_sweep("copy"), tmp_path)
-    (reason,) = {cell.measured.reason for (_, scores), cell in cells.items() if scores != "dense"}
-    assert "needs 99%" in reason
-    (table,) = tables(cells.values())
-    assert re.search(r"dropped: seed 0: the dense model answers", "\n".join(lines_of(table)))
-    assert "Dropped: seed 0" in html(tuple(cells.values()))
-
-
-def test_bytes_are_judged_by_bits(tmp_path: Path) -> None:
-    dense, window = measured(small_sweep("bytes", rows=("window",)), tmp_path).values()
-    assert dense.figure("bits") is not None
-    share = kept(window, dense)
-    assert share is not None
-    assert 20 < share < 120
-    assert "bits per byte" in lines_of(tables([dense, window])[0])[0]
 
 
 def test_training_with_sparse_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

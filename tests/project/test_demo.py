@@ -18,7 +18,7 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).parents[2]))
 
 import demo
-from demo import encodes, fast, right, trains
+from demo import encodes, fast, trains
 from demo.encodes import Encodes
 from demo.fast import Fast, LengthRow
 from demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
@@ -145,21 +145,6 @@ def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
     assert printed.count("WRONG") == len(rows) + len(act.curve)
 
 
-@pytest.mark.usefixtures("small")
-def test_a_curve_that_grows_too_long_says_where_it_ends(monkeypatch, capsys):
-    monkeypatch.setattr(fast, "PASS_SECONDS", 0.0)
-    act = Fast(context=256)
-    act._measure_curve(Progress())
-    assert [row.n_tokens for row in act.curve] == [256]
-    assert act.left_out is not None
-    assert act.left_out.startswith("from 1,024 tokens up: a pass would take")
-    wide = Fast(context=2**20, pattern=~Window(3))
-    wide._measure_curve(Progress(quiet=True))
-    assert wide.curve == []
-    assert wide.left_out is not None
-    assert "max_bytes" in wide.left_out
-
-
 def test_the_model_learns_more_than_byte_counts_and_sees_no_later_byte(text, tmp_path):
     act = trained(text, 60)
     tokens = act.corpus.train[None, :64].long()
@@ -254,25 +239,6 @@ def test_json_has_no_nan(monkeypatch, capsys, tmp_path):
     assert record["fast"]["table"][0]["error"] is None
     assert record["fast"]["curve"][0]["error"] is None
     assert record["passed"] is False
-
-
-@pytest.mark.usefixtures("small")
-def test_ctrl_c_keeps_what_was_measured(monkeypatch, capsys, tmp_path):
-    measure = Right._measure
-
-    def interrupted(act: Right, case: Case, causal: bool) -> right.PatternErrors:
-        if len(act.rows) == 3:
-            raise KeyboardInterrupt
-        return measure(act, case, causal)
-
-    monkeypatch.setattr(Right, "_measure", interrupted)
-    monkeypatch.setattr(Fast, "run", lambda *_: pytest.fail("ran on after Ctrl-C"))
-    assert run("--only", "right", "--only", "fast", "--out", str(tmp_path), "--json") == 130
-    record = json.loads(capsys.readouterr().out)
-    assert record["interrupted"] is True
-    assert len(record["right"]["rows"]) == 3
-    assert "fast" not in record
-    assert [path.name for path in tmp_path.iterdir()] == ["right.png"]
 
 
 @pytest.mark.usefixtures("small")

@@ -79,19 +79,6 @@ def test_adding_is_free_and_open_parameters_stay() -> None:
     assert broken({"f": "(a, **options)"}, {"f": "(a)"}) == ["f: without **options"]
 
 
-def test_a_signature_is_told_as_it_is_called() -> None:
-    def call(a, /, b, c=1, *parts, d, e=2, **more):
-        raise NotImplementedError
-
-    def by_name(a, *, b=1):
-        raise NotImplementedError
-
-    told = script("scripts/stable_names.py").signature
-    assert told(call) == "(a/, b, c=, *parts, d, e=, **more)"
-    assert told(by_name) == "(a, *, b=)"
-    assert told(by_name, skip=1) == "(*, b=)"
-
-
 def test_the_address_of_the_repository_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = script("native/index_readme.py").dynamic_metadata
     monkeypatch.chdir(tmp_path)
@@ -150,16 +137,12 @@ def test_every_text_names_the_pythons_that_the_tests_run_on() -> None:
     assert set(TESTED["python"]) <= set(told)
     named = re.compile(r"(?<![\d.])3\.1\d(?!\.?\d)")
     assert set(named.findall((ROOT / "README.md").read_text(encoding="utf-8"))) == set(told)
-    for page in ("getting-started.md", "who-should-not.md"):
-        assert set(named.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))) == {told[0]}
     # What no page promises may fail.
     job = newest.partition("\n\n")[0]
     assert "continue-on-error: true" in job
     assert re.findall(r'"(3[\d.t]+)"', job) == [told[-1], "3.14", "3.14t"]
-    assert "--torch newest --transformers newest" in job
-    assert script("scripts/release.py").untested([f"Python :: {name}" for name in (*TESTED["python"], "3.99")]) == [
-        "3.99"
-    ]
+    untested = script("scripts/release.py").untested
+    assert untested([f"Python :: {name}" for name in (*TESTED["python"], "3.99")]) == ["3.99"]
 
 
 def test_the_runs_have_the_ends_of_what_is_installed() -> None:

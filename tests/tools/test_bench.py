@@ -501,19 +501,6 @@ def test_the_rates_are_those_of_the_dtype(isa, dtype, head_dim, rates, times, mo
     assert {work.softmax for work in works} == {softmax}
 
 
-@pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
-def test_the_work_of_dense_attention_is_that_of_its_pairs():
-    case = small_case(Window(9), n_tokens=100)
-    forward, back = work_of(case, BOTH, SdpaDense())
-    pairs = 2 * 100 * 100
-    assert (forward.operations, forward.exponentials) == (4 * pairs * 8, pairs)
-    assert (back.operations, back.exponentials) == (10 * pairs * 8, pairs)
-    (causal,) = work_of(small_case(n_tokens=100), FORWARD, SdpaDense())
-    assert causal.exponentials == 100 * 101
-    (decoding,) = work_of(small_case(n_tokens=100, n_queries=1), FORWARD, SdpaDense())
-    assert decoding.exponentials == 200
-
-
 def test_a_limit_adds_products_and_exponentials_and_hides_the_memory_behind_them():
     computing = Work(3e6, 1e5, 1e5, "fma_float32", "exp_float32")
     reading = Work(1e6, 0, 1e6, "fma_float32", "exp_float32")
@@ -555,22 +542,6 @@ def test_the_clock_is_the_middle_of_what_was_measured_between_the_rounds(monkeyp
 
 def row_peer(row: Row) -> Ringtile | SdpaDense:
     return Ringtile() if row.peer == "ringtile" else SdpaDense()
-
-
-def test_a_case_runs_with_its_own_threads():
-    seen = []
-
-    def counting(case: Case) -> Attention:
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
-            return right(case)(q, k, v)
-
-        return attention
-
-    torch.set_num_threads(1)
-    rows_of(small_case(threads=2), Fake(make=counting))
-    assert set(seen) == {2}
-    assert torch.get_num_threads() == 1
 
 
 # The suites: what they contain, and that they run; what is in them takes minutes.

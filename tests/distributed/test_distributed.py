@@ -224,16 +224,6 @@ def check_transport(transport: str, pattern: Pattern, layout: Layout, expected: 
     check_calls(pattern, layout, expected, how, how, shape=shape)
 
 
-@pytest.mark.parametrize("transport", ["ring", "gather"])
-def test_transports_take_the_options(transport: str) -> None:
-    layout, lengths = Layout.zigzag(N_TOKENS, 3), torch.tensor([N_TOKENS, 0, 450])
-    problem, mask = make_inputs(3, 2, N_TOKENS, head_dim=8), torch.rand(3, N_TOKENS) < 0.8
-    for options in ({"key_mask": mask}, {"key_lengths": lengths}, {"key_mask": mask, "key_lengths": lengths}):
-        check_transport(transport, CAUSAL, layout, expected_of(CAUSAL, problem, **options), **options)
-    options = {"softcap": 2.0, "scale": 0.3}
-    check_transport(transport, CAUSAL, layout, expected_of(CAUSAL, problem, **options), **options)
-
-
 @pytest.mark.parametrize(
     ("name", "transport"),
     [("window", "exchange"), ("global tokens", "exchange"), ("causal", "gather"), ("dense", "ring")],

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from oracle import make_inputs
-from processes import Traffic, counted_traffic, on_ranks
 from strategies import patterns
 from test_distributed import LAYOUTS, PATTERNS
 
 from ringtile import cli
-from ringtile.distributed import Layout, RingPlan, make_plan, plan as plan_module, ring_attention
+from ringtile.distributed import Layout, RingPlan, make_plan, plan as plan_module
 from ringtile.distributed.layout import LAYOUTS as NAMED_LAYOUTS, count_tokens
 from ringtile.distributed.plan import TRANSPORTS
 from ringtile.index import build_index, build_rows, candidates, needed
@@ -35,57 +33,6 @@ N_TOKENS = 700
 CAUSAL = Causal()
 H100 = HARDWARE["h100"]
 MIB = 1 << 20
-
-
-def counted(
-    pattern: Pattern, layout: Layout, transport: str, dtype: torch.dtype
-) -> list[tuple[Traffic, tuple[int, int]]]:
-    """The traffic of each rank in both passes, and the bytes sent and received in the forward pass."""
-    q, k, v, grad_out = (x.to(dtype) for x in make_inputs(2, 4, N_TOKENS, head_dim=8, kv_heads=2, value_dim=4))
-
-    def run(rank: int) -> tuple[Traffic, tuple[int, int]]:
-        leaves = [layout.shard(x, rank).clone().requires_grad_() for x in (q, k, v)]
-        out = ring_attention(*leaves, pattern, layout=layout, transport=transport, enable_gqa=True)  # type: ignore[arg-type]
-        traffic = local.__dict__.setdefault("traffic", Traffic())
-        forward = traffic.sent, traffic.received
-        out.backward(layout.shard(grad_out, rank))
-        return traffic, forward
-
-    with counted_traffic() as local:
-        return on_ranks(layout.n_ranks, run)
-
-
-@pytest.mark.parametrize(
-    ("name", "transport", "layout", "dtype"),
-    [
-        (name, transport, layout, torch.bfloat16 if layout == "contiguous" else torch.float64)
-        for name, transport, layout in [
-            ("global tokens", "exchange", "contiguous"),
-            ("documents", "exchange", "striped"),
-            ("per head", "exchange", "contiguous"),
-            ("window", "gather", "equal zigzag"),
-            ("causal", "ring", "contiguous"),
-            ("dense", "ring", "equal zigzag"),
-            ("window", "ulysses", "striped"),
-            ("per head", "ulysses", "contiguous"),
-        ]
-    ],
-    ids=str,
-)
-def test_collectives_get_the_predicted_bytes(name, transport, layout, dtype):
-    made = LAYOUTS[layout](N_TOKENS, 4)
-    sizes = Sizes(4, 2, 8, 4, batch=2, dtype=dtype)
-    cost = estimate(survey(PATTERNS[name], made, sizes), transport, H100)
-    found = counted(PATTERNS[name], made, transport, dtype)
-    assert cost.sent.tolist() == [sent for _, (sent, _) in found]
-    assert cost.received.tolist() == [received for _, (_, received) in found]
-    assert (cost.sent + cost.sent_backward).tolist() == [traffic.sent for traffic, _ in found]
-    assert (cost.received + cost.received_backward).tolist() == [traffic.received for traffic, _ in found]
-    if transport == "ring":
-        hops = [call for call in found[0][0].calls if call == "batch_isend_irecv"]
-        # Forward, then keys and gradients backward.
-        assert 2 * int(cost.messages[0]) + 4 == len(hops)
-        assert cost.peers.tolist() == [2] * 4
 
 
 def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:

@@ -316,16 +316,6 @@ lightning = pytest.mark.skipif(
 )
 
 
-@lightning
-@pytest.mark.filterwarnings("ignore")
-def test_block_18_cannot_be_fitted_as_printed() -> None:
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException
-
-    # Without 8 GPUs it ends at the trainer, with them at fit(model): no model is defined.
-    with pytest.raises((MisconfigurationException, TypeError)):
-        run(18)
-
-
 COMPLETION = """
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
@@ -395,9 +385,3 @@ def test_block_22_padding_is_not_needed() -> None:
     config = compat.SparsePatternConfig("local_window", local_window_size=128)
     attention = compat.BlockSparseRingDilatedAttention(sparse_config=config)
     assert attention(torch.randn(1, names["seq_len"], 1, 8)).shape == (1, 10_000, 1, 8)
-
-
-def test_undefined_names_are_found() -> None:
-    assert undefined("import os\nx = 1\ndef f(a):\n    y = b\n    return a + x + len(c)\nfor i in d: f(i)\n") == {
-        "b", "c", "d",
-    }  # fmt: skip

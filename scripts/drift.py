@@ -19,6 +19,7 @@ sources of ringtile alone, the draw is the same, so that runs can be compared: s
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import importlib.machinery
@@ -42,7 +43,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from drift_edits import FACTOR, FOLDER, MASK, NEW, ROOT, USERS, Change, edited
+from drift_edits import FACTOR, FOLDER, MASK, NEW, ROOT, USERS, Change, edited, functions_of
 from drift_trace import Recorder, drawn
 
 RECORD = ROOT / "benchmarks/records/drift.json"
@@ -70,7 +71,7 @@ class Finder:
     def __init__(self, change: Change, folder: str) -> None:
         self.change, self.folder = change, folder
         self.defined: set[str] = set()
-        """Classes and functions of files of transformers that have changed."""
+        """Classes and functions of files of transformers that have changed, and names in the function that has."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name.partition(".")[0] not in ("transformers", "tiny", "drift_cases"):
@@ -83,6 +84,8 @@ class Finder:
             if after != before:
                 if origin not in USERS:
                     self.defined |= set(re.findall(r"^ *(?:class|def) (\w{8,})", before, re.MULTILINE))
+                    if changed := functions_of(before).get(self.change.function):
+                        self.defined |= set(re.findall(r"\w{3,}", ast.unparse(changed)))
                 spec.origin = os.path.join(self.folder, *name.split(".")) + ".py"
                 os.makedirs(os.path.dirname(spec.origin), exist_ok=True)
                 with contextlib.suppress(FileExistsError, FileNotFoundError):
@@ -163,24 +166,17 @@ def differ(first: list[Any], second: list[Any], tolerance: float) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def errors_of_threads() -> Iterator[list[BaseException]]:
-    """Collect what attention raises. Continuous batching runs in a thread, and tells the text only."""
-    from transformers import AttentionInterface
+class Raised(logging.Handler):
+    """Collects errors of continuous batching, which runs in a thread, logs them, and tells the text only."""
 
-    raised: list[BaseException] = []
-    known = AttentionInterface._global_mapping
-    for name, attend in [item for item in known.items() if item[0].startswith("ringtile_flash")]:
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[BaseException] = []
+        logging.getLogger("ContinuousBatchingLogger").addHandler(self)
 
-        def watched(*given: Any, attend: Any = attend, **named: Any) -> Any:
-            try:
-                return attend(*given, **named)
-            except Exception as error:
-                raised.append(error)
-                raise
-
-        known[name] = watched
-    yield raised
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            self.errors.append(record.exc_info[1])
 
 
 def run_case(name: str, finder: Finder, before: Any = None) -> tuple[dict[str, Any], BaseException | None]:
@@ -188,7 +184,7 @@ def run_case(name: str, finder: Finder, before: Any = None) -> tuple[dict[str, A
     import torch
     from drift_cases import CASES, Doubled, built
 
-    case, raised = CASES[name], []
+    case, raised = CASES[name], Raised()
     # These change eager attention, and no other implementation.
     only_eager = finder.change.kind in ("move mask", "new argument")
     try:
@@ -201,11 +197,11 @@ def run_case(name: str, finder: Finder, before: Any = None) -> tuple[dict[str, A
     try:
         with Doubled(), doors(case.door, model) as (door, more):
             phase = "step"
-            with errors_of_threads() as raised, torch.set_grad_enabled(case.door == "losses"):
+            with torch.set_grad_enabled(case.door == "losses"):
                 found = [x.detach() for x in case.run(model, door)]
         more = [x.detach() for x in more]
     except Exception as error:
-        known = (*raised, error)[0]
+        known = (*raised.errors, error)[0]
         return outcome_of(known, finder, phase), known
     result: dict[str, Any] = {"outcome": "right", "values": (expected, more)}
     if said := differ(expected, found, case.tolerance):

@@ -154,23 +154,23 @@ def sparse(model: Any, door: Any, side: str = "left") -> list[Tensor]:
 
 def served(model: Any, door: Any, rounding: float = 0.0) -> list[Tensor]:
     prompts = [tokens(1, n)[0].tolist() for n in (5, 27, 5)]
-    if door is None:
-        logits: list[list[Tensor]] = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            alone = generated(model, ids, ids > 0)
-            words = alone[0][0, len(prompt) :]
-            logits.append([x[0].log_softmax(0)[word] for x, word in zip(alone[1:], words, strict=True)])
-    else:
-        how = hf.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        memory = hf.ContinuousBatchingConfig(page_size=8, max_batch_tokens=16, num_blocks=32, return_logprobs=True)
-        found = model.generate_batch(prompts, generation_config=how, continuous_batching_config=memory)
-        results = [found[name] for name in sorted(found, key=lambda name: int(name.split("_")[-1]))]
-        if errors := [result.error for result in results if result.error]:
-            raise RuntimeError(errors[0])
-        logits = [torch.tensor(result.logprobs, dtype=torch.float64).unbind() for result in results]  # type: ignore[misc]
+    how = hf.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    memory = hf.ContinuousBatchingConfig(page_size=8, max_batch_tokens=16, num_blocks=32, return_logprobs=True)
+    # Of eager attention, too: what transformers cannot serve by itself is void.
+    results = model.generate_batch(prompts, generation_config=how, continuous_batching_config=memory)
+    found = [results[name] for name in sorted(results, key=lambda name: int(name.split("_")[-1]))]
+    if errors := [result.error for result in found if result.error]:
+        raise RuntimeError(errors[0])
+    logs = [torch.tensor(result.logprobs, dtype=torch.float64) for result in found]
+    for n, prompt in enumerate(prompts if door is None else ()):
+        ids = torch.tensor([prompt])
+        alone, *logits = generated(model, ids, ids > 0)
+        words = zip(logits, alone[0, len(prompt) :], strict=True)
+        expected = torch.stack([x[0].log_softmax(0)[word] for x, word in words])
+        torch.testing.assert_close(logs[n], expected, rtol=0, atol=1e-4)
+        logs[n] = expected
     # Rounded keys can change a token, and with it what comes after it.
-    return [torch.stack(list(each))[: 1 if rounding else None] for each in logits]
+    return [each[: 1 if rounding else None] for each in logs]
 
 
 def shared(model: Any, door: Any) -> list[Tensor]:

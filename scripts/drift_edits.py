@@ -130,7 +130,7 @@ def renamed(kind: str, name: str, source: str) -> str:
     if kind == "rename argument":
         return re.sub(rf"(?<![\w.]){word}\b", new, source)
     if kind == "rename attribute":
-        fields = rf"(?<=\.){word}\b|(?<=def ){word}\b|(?<=[\"']){word}(?=[\"'])|^(?<=    ){word}(?=\s*:|\s+=)"
+        fields = rf"(?<=\.){word}\b|(?<=def ){word}\b|(?<=[\"']){word}(?=[\"'])|(?<=^    ){word}(?=\s*:|\s+=)"
         return re.sub(fields, new, source, flags=re.MULTILINE)
     return re.sub(rf"\b{word}\b", new, source)
 

@@ -142,7 +142,10 @@ def attempt(check: Check, model: Any) -> Outputs:
 
 def by_name(made: Any, config: Any, model: Any, check: Check) -> str | None:
     """The line of a model with ``attn_implementation="ringtile"`` that neither refuses nor is right, or None."""
-    wanted = check(model)
+    try:
+        wanted = check(model)
+    except Exception:
+        return None
     try:
         named = made._from_config(copy.deepcopy(config), attn_implementation="ringtile").float().eval()
         named.load_state_dict(model.state_dict())

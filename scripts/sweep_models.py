@@ -81,6 +81,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": dict(vision_start_token_id=93),
     "recurrent_gemma": dict(num_hidden_layers=3),
     "reformer": dict(axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32]),
+    "sam3_lite_text_text_model": dict(num_hidden_layers=3),
     "wavtokenizer": dict(codebook_dim=64),
     "wavtokenizer_encoder": dict(codebook_dim=64, codebook_size=16),
     "xmod": dict(default_language="en_XX"),

@@ -24,12 +24,12 @@ def sweep() -> Any:
     return found
 
 
-def line_of(sweep: Any, kind: str) -> str:
-    """The line of a causal model, computed in a process as the sweep does."""
-    names = [name for _, found, name in sweep.classes(["CausalLM"]) if found == kind]
+def line_of(sweep: Any, kind: str, auto: str = "CausalLM") -> str:
+    """The line of a model, computed in a process as the sweep does."""
+    names = [name for _, found, name in sweep.classes([auto]) if found == kind]
     if not names:
         pytest.skip(f"this transformers has no {kind}")
-    line: str = sweep.in_child("CausalLM", kind, getattr(hf, names[0]))
+    line: str = sweep.in_child(auto, kind, getattr(hf, names[0]))
     return line
 
 
@@ -46,6 +46,10 @@ ALL = "right: plain right left gradients greedy beams static chunks"
 )
 def test_a_class_runs_or_is_refused_by_name(sweep: Any, kind: str, line: str) -> None:
     assert line_of(sweep, kind).startswith(line)
+
+
+def test_a_part_that_sees_pictures_may_hand_their_sizes_to_attention(sweep: Any) -> None:
+    assert line_of(sweep, "lfm3_vl_vision", "Base").startswith("right: plain gradients")
 
 
 def test_a_wrong_result_and_a_crash_are_told(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,8 @@ _BODIES = {name: digests for name, *digests in map(str.split, _TEXTS.strip().spl
 """The functions that ringtile computes in another way, each with digests of all texts that it has had."""
 
 _WITHOUT_EFFECT = set(
-    "cache_position deterministic encoder_hidden_states image_sizes index input_ids inputs_embeds "
-    "is_causal labels logits_to_keep max_length_k max_length_q num_items_in_batch "
+    "cache_position deterministic encoder_hidden_states grid_thw image_sizes index input_ids "
+    "inputs_embeds is_causal labels logits_to_keep max_length_k max_length_q num_items_in_batch "
     "output_hidden_states output_router_logits pixel_values_videos position_ids return_dict "
     "shift_labels sliding_window token_type_ids use_cache user_cache video_grid_thw".split()
 )

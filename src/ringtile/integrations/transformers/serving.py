@@ -124,16 +124,19 @@ class _HandedOn:
     """A paged cache that leaves the keys and values of a layer to its attention function."""
 
     def __init__(self, cache: PagedAttentionCache) -> None:
-        self._cache = cache
+        self.held = cache
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+        self, key_states: Tensor, value_states: Tensor, _: int, kwargs: Any = None, **unknown: Any
     ) -> tuple[Tensor, Tensor]:
-        kwargs["cache"] = self._cache
+        refuse_arguments(unknown)
+        if kwargs is None:
+            raise ValueError("kwargs: expected those of attention in a call of the paged cache")
+        self.key, kwargs["cache"] = key_states, self
         return key_states, value_states
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
+        return getattr(self.held, name)
 
 
 def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,6 +156,10 @@ def _attend_paged(
             f"cache: expected a call of continuous batching, without a mask and dropout, got {type(cache).__name__}; "
             "leave the context of continuous_batching for other calls"
         )
+    if isinstance(cache, _HandedOn):
+        if cache.key is not key:
+            raise ValueError("cache: expected the keys that attention gets, got others")
+        cache = cache.held
     refuse_arguments(options, *SOFTMAX, *_OF_STEPS)
     if missing := [name for name in _OF_STEPS[:4] if name not in options]:
         raise ValueError(f"{missing[0]}: expected one in a step of continuous batching, got none")

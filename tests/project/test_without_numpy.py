@@ -91,7 +91,9 @@ assert main(["doctor"]) in (0, 1)
 
 def test_all_of_it_works() -> None:
     script = WITHOUT_NUMPY + PATTERNS + MODULES + COMMANDS
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    # A warning of torch 2.11.
+    command = [sys.executable, "-W", "ignore:Sparse invariant checks:UserWarning", "-c", script]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (0, "")
 
 

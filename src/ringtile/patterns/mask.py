@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ringtile.patterns.base import Pattern, TileGrid
 from ringtile.patterns.checks import as_tensor
 from ringtile.patterns.content import Content, digest_of, memory_of
-from ringtile.patterns.private import version_of
+from ringtile.patterns.private import is_transformed, version_of
 from ringtile.patterns.traced import REASON, outside_graphs
 
 T = TypeVar("T")
@@ -25,6 +25,10 @@ _EMPTY, _FULL, _PARTIAL = 0, 1, 2
 def pack_words(mask: Tensor) -> Tensor:
     """Pack bool ``[..., 8 * n]`` into int32 ``[..., ceil(n / 4)]``, bit ``i % 32`` of word ``i // 32``."""
     *shape, size = mask.shape
+    if not torch.compiler.is_compiling() and is_transformed():
+        # Before torch 2.13, vmap does not view bytes as another dtype.
+        bits = F.pad(mask.int(), (0, -size % 32)).unflatten(-1, (-1, 32))
+        return (bits << torch.arange(32, dtype=torch.int32, device=mask.device)).sum(-1, dtype=torch.int32)
     # Eight bools read as one little-endian int64: the product gathers their low bits, in order, in the top byte.
     eights = mask.reshape(-1).view(torch.int64).view(*shape, size // 8)
     octets = ((eights * 0x0102040810204080) >> 56).to(torch.uint8)

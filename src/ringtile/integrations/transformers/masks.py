@@ -397,7 +397,7 @@ def _pattern_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor:
-    from transformers import masking_utils
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
@@ -408,8 +408,8 @@ def _pattern_mask(
         raise ValueError(f"q_offset: expected the position of the first query, got None with {q_length=}, {kv_length=}")
     q_offset = 0 if q_offset is None else q_offset
     if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        mask_function = causal_mask_function
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     tracing = torch.compiler.is_compiling()
     leading = None
     if padding is not None and not tracing:
@@ -424,7 +424,7 @@ def _pattern_mask(
     start, ids = 0, None if tracing else packed_ids(mask_function)
     documents = None if ids is None else _documents(ids[:, kv_offset : kv_offset + kv_length])
     if rule is None:
-        found = masking_utils.sdpa_mask(
+        found = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,

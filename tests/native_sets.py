@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from ringtile.kernels import native
 from ringtile.kernels.native.instruction_sets import InstructionSet, choose
 from ringtile.kernels.native.library import library, reason_against
 
@@ -53,3 +54,8 @@ def precision_of(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
         for x, value in zip(settings, before, strict=True):
             x.fp32_precision = value
+
+
+def use_products(products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward passes take five products per tile, column by column, or seven, by rows and by columns."""
+    monkeypatch.setattr(native, "backward_products", lambda *_: products)

@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 from indices import NAMES, edited
-from native_sets import INSTRUCTION_SETS, precision_of, set_number, use_set
+from native_sets import INSTRUCTION_SETS, precision_of, set_number, use_products, use_set
 from oracle import kept_pairs, make_inputs, oracle, relative_error
 from torch import Tensor
 
@@ -61,8 +61,6 @@ from ringtile.patterns import (
 )
 from ringtile.tools import doctor
 
-SOURCE = Path(native.__file__).parents[3]
-TESTS = Path(__file__).parents[1]
 CASES = int(os.environ.get("RINGTILE_FUZZ", "64"))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -462,23 +460,6 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
         assert relative_error(found[1, 16][name], exact) < 2e-6, name
 
 
-def test_the_parts_of_a_long_list_are_all_of_it() -> None:
-    index = build_index(per_head([LONG, Window(30), LONG, Window(30)]), 1200, num_heads=4, block=16)
-    lists = native._lists_of(index)
-    for columns, items in ((False, 8), (True, 4)):
-        parts = native._shared_splits(lists, 2, 4, items, 4, columns)
-        assert parts.tolist() == sorted(parts.tolist(), key=lambda part: part[0])
-        assert {item % 75 for item, *_ in parts.tolist()} == {0}
-        ratio = 8 // items
-        begins: dict[tuple[int, int], int] = {}
-        for item, head, first, last in parts.tolist():
-            assert head // ratio == item // 75
-            assert first == begins.get((item, head), 0)
-            begins[item, head] = last
-        assert {head for (_, head), last in begins.items() if last == 75} == {0, 2, 4, 6}
-    assert len(native._shared_splits(lists, 2, 4, 8, 1, False)) == 0
-
-
 @pytest.mark.parametrize("value_dim", [64, 19])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_are_rounded_as_torch_rounds(dtype: torch.dtype, value_dim: int) -> None:
@@ -518,7 +499,7 @@ def test_gradients_of_a_few_queries_are_as_exact_as_torchs(
     head_dim: int, size: int, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the backward pass added scores up in another order, exp(score - lse) would be off by |score| roundings."""
-    monkeypatch.setattr(native, "backward_products", lambda *_: 5 if route == "columns" else 7)
+    use_products(5 if route == "columns" else 7, monkeypatch)
     for n_queries in range(1, 6):
         inputs = make_inputs(1, 32, n_queries, 150, head_dim=head_dim, dtype=torch.float32)
         inputs = inputs._replace(q=inputs.q * size)
@@ -539,7 +520,7 @@ def test_both_routes_give_the_same_bits_for_a_few_queries(dtype: torch.dtype, mo
             problem = Problem(inputs, index, options=options | more)
             found = {}
             for products in (5, 7):
-                monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+                use_products(products, monkeypatch)
                 found[products] = bits_of(problem, 1)
             assert_same_bits(found[7], found[5])
             exact = problem.exact()
@@ -911,10 +892,9 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__mod
 """An editable install finds its own package before any path is looked at."""
 
 
-def printed(code: str | Path, *, path: Path = SOURCE, **environment: str) -> list[str]:
+def printed(code: str | Path) -> list[str]:
     """The words that a fresh interpreter prints."""
-    variables = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    variables.update({"PYTHONPATH": os.pathsep.join(map(str, (path, TESTS, TESTS / "kernels"))), **environment})
+    variables = {**os.environ, VARIABLE: "", "PYTHONPATH": str(Path(native.__file__).parents[3])}
     command = [sys.executable, code] if isinstance(code, Path) else [sys.executable, "-c", NOT_INSTALLED + code]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -973,10 +953,10 @@ def reason_without() -> str:
     return reason
 
 
-def test_switched_off_blockwise_serves_and_doctor_says_why() -> None:
-    """In a process of its own, which reads the variable as it imports."""
-    code = "import test_native; print(test_native.reason_without())"
-    assert " ".join(printed(code, **{VARIABLE: "none"})) == f"switched off by {VARIABLE}=none"
+def test_switched_off_blockwise_serves_and_doctor_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "none")
+    find_library(monkeypatch)
+    assert reason_without() == f"switched off by {VARIABLE}=none"
 
 
 def test_without_the_library_blockwise_serves_and_doctor_says_why(
@@ -1122,7 +1102,7 @@ def test_tiles_are_as_exact_as_torchs(
     products = (q.abs().float() @ k.abs().float().mT).max() * head_dim**-0.5
     missing = 0.0 if tiles == torch.bfloat16 else products * 2**-17
     for route in (5, 7):
-        monkeypatch.setattr(native, "backward_products", lambda *_, route=route: route)
+        use_products(route, monkeypatch)
         mine = attend(q, k, v, Dense(), out_grad)
         for name, factor in {"out": 1.05, "q": 1, "k": 1, "v": 1}.items():
             bound = PARTS_ERROR * size if tiles == torch.float32 else factor * relative_error(theirs[name], exact[name])
@@ -1166,7 +1146,7 @@ def test_both_routes_by_tiles_give_the_same_bits(
     problem = Problem(inputs, index, torch.randn(1, 2, n_tokens), options)
     found = {}
     for products, threads in ((5, 1), (7, 1), (7, 3)):
-        monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+        use_products(products, monkeypatch)
         found[products, threads] = bits_of(problem, threads)
         assert_same_bits(found[products, threads], found[5, 1])
     exact = problem.exact()
@@ -1180,7 +1160,7 @@ def test_a_nan_reaches_no_gradient_of_a_tile_that_keeps_it_nowhere(
     products: int, bad: float, tiles: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Query 5 keeps nothing of the first column of tiles, key 5 nothing of the first row, and others there do."""
-    monkeypatch.setattr(native, "backward_products", lambda *_: products)
+    use_products(products, monkeypatch)
 
     def apart(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return ((query != 5) | (key >= 32)) & ((key != 5) | (query >= 32))

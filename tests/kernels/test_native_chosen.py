@@ -96,11 +96,6 @@ def test_it_is_the_dense_softmax(name: str, dtype: torch.dtype) -> None:
     check(CASES[name], dtype)
 
 
-@pytest.mark.parametrize("name", ["grouped", "one query", "blocks of 16", "latent"])
-def test_lists_that_batch_elements_share_and_no_limits(name: str) -> None:
-    check(CASES[name]._replace(batch=2), torch.float32, causal=False, shared=True)
-
-
 def union_lengths(inputs: Inputs, lists: Lists) -> Tensor:
     """The length of the union of each run, 0 if its queries are computed one by one."""
     return next(x for x in chosen._Job(*inputs[:3], lists, 0.3).c.tensors if x.dtype == torch.int64)

@@ -48,50 +48,10 @@ from ringtile.patterns import (
     per_document,
     per_head,
 )
+from ringtile.testing.cases import SHAPES, Shape
 from ringtile.testing.oracle import Rule, attention, kept_pairs
 
 Results = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a call."""
-
-    batch: int = 2
-    heads: int = 4
-    key_heads: int = 2
-    queries: int = 40
-    keys: int = 40
-    head_dim: int = 8
-    value_dim: int = 8
-    start: int | None = None
-    memory: str = "contiguous"
-
-    @property
-    def first(self) -> int:
-        return self.keys - self.queries if self.start is None else self.start
-
-
-SHAPES = {
-    "square": Shape(),
-    "one token": Shape(queries=1, keys=1),
-    "one query": Shape(queries=1, keys=130, head_dim=64, value_dim=64),
-    "block - 1": Shape(queries=127, keys=127),
-    "block": Shape(queries=128, keys=128, heads=2, key_heads=1),
-    "block + 1": Shape(batch=1, queries=129, keys=129, head_dim=33),
-    "ragged": Shape(queries=70, keys=203, heads=3, key_heads=3),
-    "more queries": Shape(queries=150, keys=61),
-    "from 0": Shape(queries=50, keys=120, start=0),
-    "from 7": Shape(queries=33, keys=90, start=7, batch=3),
-    "no keys": Shape(queries=5, keys=0),
-    "no queries": Shape(queries=0, keys=20),
-    "no batch": Shape(batch=0),
-    "head_dim 1": Shape(head_dim=1, value_dim=1),
-    "Dv != D": Shape(head_dim=16, value_dim=40),
-    "wide": Shape(batch=1, heads=2, key_heads=1, head_dim=576, value_dim=512, queries=20, keys=60),
-    "strided": Shape(memory="strided"),
-    "expanded": Shape(memory="expanded"),
-}
 
 
 def _tensor(g: torch.Generator, *size: int) -> Tensor:

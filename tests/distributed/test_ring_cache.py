@@ -66,11 +66,11 @@ def generated(
         (name, kind)
         for row, kind in enumerate(PATTERNS)
         for column, name in enumerate(LAYOUTS)
-        if (row + column) % 3 < 2
+        if (row + column) % 3 == 1
     ],
 )
 def test_ranks_compute_what_one_cache_computes(name: str, kind: str) -> None:
-    """Every pattern in two layouts, with a mask in one of them."""
+    """Every pattern in a layout, with a mask in one of them."""
     layout, pattern, masked = LAYOUTS[name], PATTERNS[kind], name == "contiguous"
     tensors = make_inputs(2, 4, PROMPT + sum(STEPS), kv_heads=2, value_dim=8)[:3]
     key_mask = torch.rand(2, PROMPT + sum(STEPS)) > 0.3 if masked else None
@@ -131,8 +131,7 @@ def test_a_step_moves_the_parts_and_no_keys() -> None:
         assert on_ranks(3, step) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "temperature"), [("contiguous", 1.0), ("zigzag", 0.0), ("an empty rank", 1.0)])
 def test_a_model_generates_as_in_one_process(name: str, temperature: float) -> None:
     layout = LAYOUTS[name]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -635,20 +634,6 @@ def test_the_command_prints_a_table_and_writes_a_record_after_each_case(fakes, t
     assert [row.n_tokens for row in record.rows[:12:6]] == [26, 50]
     assert record.versions["torch"] == torch.__version__
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
-
-
-@pytest.mark.parametrize(("load", "warned"), [(0.0, False), (1000.0, True)])
-def test_a_busy_machine_is_mentioned_before_anything_is_measured(fakes, monkeypatch, capsys, load, warned):
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    words = ("window(5)", "--tokens", "26", "--direction", "forward", "--peers")
-    assert run(*words) == 0
-    assert capsys.readouterr().out.startswith("This machine is busy (load 1000.0 on") == warned
-    # Standard output is the record's.
-    assert run(*words, "--json", "-") == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert ("This machine is busy" in err) == (found["warning"] is not None) == warned
-    assert [row["peer"] for row in found["rows"]] == ["ringtile", "dense"]
 
 
 def test_rows_to_measure_again_are_marked(fakes, monkeypatch, capsys):

@@ -82,23 +82,6 @@ def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, m
         gpu.opened(tmp_path / "other.json", path)
 
 
-@pytest.mark.slow
-def test_the_interpreter_is_right_and_its_record_is_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "record.json"
-    done = ran("--smoke", "--out", path, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(path.read_text())
-    assert found["clock"] == "wall"
-    assert [value["share"] <= 1 for value in found["cells"]["gate"].values()] == [True]
-    # The interpreter has one configuration, and no graphs.
-    assert {name for name, cells in found["cells"].items() if not cells} == {"ab", "sweep", "graph", "claims"}
-    # As if it were one of a GPU, whose page is made of the same fields.
-    lines = page_of({**found, "clock": "events"}, monkeypatch)
-    assert "1 of 1 cases of outputs and gradients are right against float64." in lines
-    assert sum(line.startswith("| causal window 4096 | 64 | 1 | 16 | float32 |") for line in lines) == 2
-    assert found["cells"]["model"]["N 32"]["seconds"] > 0
-
-
 def cells_of(gpu: Any, **runs: Callable[[], dict[str, Any]]) -> list[Any]:
     return [gpu.Cell(name, run) for name, run in runs.items()]
 

@@ -224,24 +224,6 @@ def check_transport(transport: str, pattern: Pattern, layout: Layout, expected: 
     check_calls(pattern, layout, expected, how, how, shape=shape)
 
 
-@pytest.mark.parametrize(
-    ("name", "transport"),
-    [("window", "exchange"), ("global tokens", "exchange"), ("causal", "gather"), ("dense", "ring")],
-)
-def test_buffers_have_only_nan_until_they_are_filled(name: str, transport: str) -> None:
-    """So the results of all tests here show that no rank reads what no rank has written."""
-    expected, layout = expected_of_named(name), Layout.zigzag(N_TOKENS, 4)
-
-    def run(rank: int) -> list[bool]:
-        attend_apart(expected.problem, expected.grad_lse, PATTERNS[name], layout, rank, transport=transport)
-        return local.traffic.poisoned
-
-    with counted_traffic() as local:
-        found = on_ranks(4, run)
-    assert sum(map(len, found)) >= 4
-    assert all(all(buffers) for buffers in found)
-
-
 @pytest.mark.parametrize("transport", ["exchange", "gather", "ring", "ulysses", "hierarchy"])
 def test_a_batch_can_be_empty(transport: str) -> None:
     layout = Layout.contiguous(N_TOKENS, 4)

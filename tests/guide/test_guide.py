@@ -5,13 +5,11 @@ The blocks are those of the guide of dilated-attention-pytorch (MIT licence), in
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import importlib.util
 import math
 import re
-import symtable
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +44,6 @@ def too_short(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-def undefined(source: str) -> set[str]:
-    """The names that a module reads and never binds."""
-
-    def tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-        yield table
-        for child in table.get_children():
-            yield from tables(child)
-
-    top = symtable.symtable(source, "block", "exec")
-    bound = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    read = {
-        symbol.get_name()
-        for table in tables(top)
-        for symbol in table.get_symbols()
-        if symbol.is_referenced() and (table is top or symbol.is_global())
-    }
-    return read - bound - set(dir(builtins))
-
-
 def run(number: int, source: str | None = None) -> dict[str, Any]:
     """The names after a block, as printed unless there is a ``source``."""
     names: dict[str, Any] = {"__name__": f"block_{number:02d}", **PRELUDES[number]()}
@@ -75,12 +54,6 @@ def run(number: int, source: str | None = None) -> dict[str, Any]:
 def test_all_blocks_are_here_as_printed() -> None:
     assert sorted(BLOCKS) == list(range(1, 23))
     assert hashlib.sha256("".join(BLOCKS.values()).encode()).hexdigest() == DIGEST
-
-
-@too_short
-@pytest.mark.parametrize("number", sorted(BLOCKS))
-def test_a_prelude_defines_what_the_block_leaves_undefined(number: int) -> None:
-    assert set(PRELUDES[number]()) == undefined(BLOCKS[number])
 
 
 def test_block_07_a_hierarchy_of_densities() -> None:

@@ -114,9 +114,6 @@ def test_the_kernel_is_left_out_if_it_cannot_be_built(monkeypatch: pytest.Monkey
     backend = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(backend)
     assert backend.prepare_metadata_for_build_wheel is print
-    # With such an override, scikit-build-core offers no metadata without a build.
-    overrides = settings["tool"]["scikit-build"].get("overrides", [])
-    assert not any("failed" in str(override["if"]) for override in overrides)
     for hook in (backend.build_wheel, backend.build_editable):
         calls.clear()
         assert hook("dist", {"a": "b"}, "metadata") == "pure.whl"

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.xdist_group("import cost")
 STATEMENTS = {
     "ringtile": "import ringtile",
     "command line": "import ringtile.cli",
+    "one verb": "from ringtile import cli; cli.parse(['doctor'])",
     "plan": "import ringtile.distributed, ringtile.tools.predict.plan",
     "first call": "import ringtile, ringtile.patterns as p; x = torch.randn(1, 2, 300, 16, requires_grad=True); "
     "ringtile.sparse_attention(x, x, x, p.Causal() & p.bigbird(1), dropout_p=0.1).sum().backward()",
@@ -87,6 +88,11 @@ def test_a_command_a_plan_and_a_first_call_load_nothing_heavy(
 ) -> None:
     assert module in loaded[what]
     assert heavy(loaded[what]) == []
+
+
+def test_a_verb_loads_only_its_own_room(loaded: dict[str, list[str]]) -> None:
+    assert "ringtile.tools.doctor" in loaded["one verb"]
+    assert {"ringtile.tools.show", "ringtile.tools.bench", "matplotlib"}.isdisjoint(loaded["one verb"])
 
 
 @pytest.mark.parametrize("when", ["before", "later"])

@@ -105,7 +105,6 @@ def test_the_command_says_nothing_of_numpy_and_programs_do(tmp_path: Path) -> No
     paths = os.pathsep.join([str(tmp_path), str(Path(ringtile.__file__).parents[1])])
     for command, is_silent in (
         ([str(script), "show", "causal", "--tokens", "64"], True),
-        (["-m", "ringtile", "show", "causal", "--tokens", "64"], True),
         (["-c", "import ringtile", "ringtile"], False),
     ):
         environment = {**os.environ, "PYTHONPATH": paths}

@@ -91,14 +91,6 @@ def test_version_and_help_of_each_verb_and_each_prints_json(capsys: pytest.Captu
         assert ("--json PATH" if verb == "bench" else "--json ") in said
 
 
-def test_a_verb_loads_only_its_own_room() -> None:
-    program = "import sys; from ringtile import cli; cli.parse(['doctor']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert "ringtile.tools.doctor" in loaded
-    assert loaded.isdisjoint({"ringtile.tools.show", "ringtile.tools.bench", "matplotlib"})
-
-
 def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     dense = (((), "available"), ((torch.bfloat16,), "available, before native for bfloat16 (AMX)"))
     monkeypatch.setattr(doctor, "TESTED", {})

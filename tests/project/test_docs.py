@@ -1,4 +1,4 @@
-"""What the documentation shows works: doctests, README snippets, commands."""
+"""What the documentation shows works: doctests, README snippets, commands, notebooks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from test_release import script
 from tiny import DECODER, ENCODER, hf
 
 import dilated_attention_pytorch
@@ -122,3 +124,41 @@ def test_the_version_is_told_once() -> None:
     assert ringtile.__version__ == project["version"]
     assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+NUMBER = re.compile(r"\d[\d,]*\.?\d*")
+notebooks = script("scripts/notebooks.py")
+
+
+def difference(told: str, shown: str) -> str:
+    """Where what a cell prints is not what the notebook shows; numbers may differ as between machines."""
+    if NUMBER.sub("#", told) != NUMBER.sub("#", shown):
+        return f"printed {told!r}, shown {shown!r}"
+    for found, expected in zip(NUMBER.findall(told), NUMBER.findall(shown), strict=True):
+        exact = "." not in expected
+        if found != expected and (exact or abs(float(found) - float(expected)) > 0.1):
+            return f"printed {found}, shown {expected}"
+    return ""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+def test_a_notebook_prints_what_it_shows(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = notebooks.read(path)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    threads = torch.get_num_threads()
+    told = notebooks.run(notebook, path.name)
+    assert torch.get_num_threads() == threads
+    assert [difference(*pair) for pair in zip(told, map(notebooks.shown, cells), strict=True)] == [""] * len(cells)
+    assert sum(map(bool, told)) > 5
+
+
+def test_notebooks_are_in_their_own_format() -> None:
+    for path in NOTEBOOKS:
+        notebook = notebooks.read(path)
+        assert path.read_text(encoding="utf-8") == notebooks.text(notebook), "run python scripts/notebooks.py"
+        for cell in notebook["cells"]:
+            source = "".join(cell["source"])
+            for link in re.findall(r"\]\(([^)#]+)\)", source if cell["cell_type"] == "markdown" else ""):
+                assert (path.parent / link).is_file(), link

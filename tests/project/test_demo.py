@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -21,10 +20,9 @@ import demo
 from demo import encodes, fast, trains
 from demo.encodes import Encodes
 from demo.fast import Fast, LengthRow
-from demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
+from demo.right import PER_TILE, RINGTILE, TORCH, Right
 from demo.trains import ModelSize, Trains, load_corpus
 from ringtile.functional import sparse_attention
-from ringtile.index import build_index
 from ringtile.integrations.transformers import register
 from ringtile.patterns import Causal, GlobalTokens, Window, per_head
 from ringtile.tools.bench import blank_row
@@ -95,17 +93,6 @@ def test_right_measures_small_errors_beside_large_ones(monkeypatch, capsys):
     act = Right(n_tokens=100)
     act.run(Progress(quiet=True))
     assert not act.passed
-
-
-def test_a_softmax_per_tile_sums_to_the_number_of_tiles():
-    query, key = torch.randn(2, 1, 1, 100, 8, dtype=torch.float64).unbind()
-    kept = build_index(Causal() & Window(40), 100, block=32).to_dense()
-    ones = torch.ones(1, 1, 100, 1, dtype=torch.float64)
-    tiles = F.pad(kept, (0, 28)).unflatten(-1, (4, 32)).any(-1).sum(-1, keepdim=True)
-    torch.testing.assert_close(softmax_per_tile(query, key, ones, kept, 32), tiles.double())
-    value = torch.randn(1, 1, 100, 8, dtype=torch.float64)
-    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=kept)
-    torch.testing.assert_close(softmax_per_tile(query, key, value, kept, 128), exact)
 
 
 @pytest.mark.usefixtures("small")

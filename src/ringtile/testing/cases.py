@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,17 +119,11 @@ class Case:
         return (0.5 if self.rule == "scale" else 1.0) / math.sqrt(self.shape.head_dim)
 
 
-class Numbers(NamedTuple):
-    """The tensors, on the CPU: query, key and value, the output's gradient, and the pairs."""
+def draw(case: Case, start: int) -> tuple[list[Tensor], Tensor, Rule, Tensor]:
+    """Return the inputs, the output's gradient, the rule and its pairs, on the CPU.
 
-    inputs: list[Tensor]
-    grad: Tensor
-    rule: Rule
-    pairs: Tensor
-
-
-def draw(case: Case, start: int) -> Numbers:
-    """Draw the tensors. Rows without keys get all keys, except in the rule ``empty``."""
+    Rows without keys get all keys, except in the rule ``empty``.
+    """
     s, g = case.shape, torch.Generator().manual_seed(case.seed)
     rule = RULES[case.rule](s, g)
     pairs = kept_pairs(rule, s.batch, s.heads, s.queries, s.keys, start=start)
@@ -154,4 +147,4 @@ def draw(case: Case, start: int) -> Numbers:
         inputs = [x.mT.contiguous().mT for x in inputs]
     if s.memory == "expanded":
         inputs[1:] = [x[:, :1].expand_as(x) for x in inputs[1:]]
-    return Numbers(inputs, grad.to(case.dtype), rule, pairs)
+    return inputs, grad.to(case.dtype), rule, pairs

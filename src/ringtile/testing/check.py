@@ -156,13 +156,13 @@ def _failure(attention: Attention, options: set[str], case: Case) -> Failure | N
     takes_flag = "is_causal" in options and "pattern" not in options
     is_flag = takes_flag and case.rule == "causal" and not case.shape.start
     start = 0 if is_flag else case.shape.first
-    numbers = draw(case, start)
-    pairs, grad = numbers.pairs.to(case.device), numbers.grad if case.gradients else None
-    inputs = [x.to(case.device) for x in numbers.inputs]
-    function = _prepared(attention, options, case, numbers.rule, pairs, is_flag)
+    tensors, output_grad, rule, pairs = draw(case, start)
+    pairs, grad = pairs.to(case.device), output_grad if case.gradients else None
+    inputs = [x.to(case.device) for x in tensors]
+    function = _prepared(attention, options, case, rule, pairs, is_flag)
 
     def outputs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, size = function(query, key, value), numbers.grad.shape
+        out, size = function(query, key, value), output_grad.shape
         if (out.shape, out.dtype) != (size, case.dtype):
             raise TypeError(f"expected {case.dtype} {size}, got {out.dtype} {out.shape}")
         return out
@@ -172,8 +172,8 @@ def _failure(attention: Attention, options: set[str], case: Case) -> Failure | N
         results = _results(outputs, inputs, grad)
     except FAILURES as raised:
         return failure(f"call raises {type(raised).__name__}: {raised}", math.inf, 0.0)
-    exact = partial(oracle.attention, rule=numbers.rule, start=start, scale=case.scale)
-    right = _results(lambda *x: exact(*x)[0], [x.double() for x in numbers.inputs], grad)
+    exact = partial(oracle.attention, rule=rule, start=start, scale=case.scale)
+    right = _results(lambda *x: exact(*x)[0], [x.double() for x in tensors], grad)
     # PyTorch has no kernel for sizes of 0.
     theirs = right
     if pairs.numel():
@@ -185,6 +185,7 @@ def _failure(attention: Attention, options: set[str], case: Case) -> Failure | N
     eps = torch.finfo(case.dtype).eps
     least = eps + 4 * min(eps, torch.finfo(torch.float32).eps) * case.amplitude**2
     units = (1.0, case.amplitude, case.amplitude, 1.0)
+    # An infinite error of PyTorch's would let every result pass.
     errors = [x if math.isfinite(x) else 0.0 for x in map(_error, theirs, right, units)]
     bounds = [max(least, 3 * x) for x in errors]
     errors = list(map(_error, results, right, units))

@@ -106,9 +106,10 @@ def _keeps(rule: Pattern, at: Cells) -> Tensor:
             return (i - left <= j) & (j <= i + (left if right is None else right))
         case Strided(stride=stride):
             return ((i - j).abs() < stride) | ((i - j) % stride == 0)
+        case GlobalTokens(tokens=int(tokens)):
+            return (i < tokens) | (j < tokens)
         case GlobalTokens(tokens=tokens):
-            numbers = _count(tokens) if isinstance(tokens, int) else _number(tokens)
-            return torch.isin(i, numbers) | torch.isin(j, numbers)
+            return torch.isin(i, _number(tokens)) | torch.isin(j, _number(tokens))
         case Segments(length=length, dilation=dilation, shift=shift):
             chosen = [x % length % dilation == (shift + at.head) % dilation for x in (i, j)]
             return (i // length == j // length) & chosen[0] & chosen[1]

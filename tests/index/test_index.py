@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from indices import NAMES, edited
 from oracle import rule_everywhere
-from strategies import LENGTHS, checkerboard, grids, patterns, problems
+from strategies import checkerboard, grids, patterns, problems
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -31,7 +31,7 @@ from ringtile.index import (
     tiles as tiles_module,
 )
 from ringtile.index.lists import Entries, work_list
-from ringtile.index.tiles import EMPTY, FULL, TileCollector, pack_words, popcount, unpack_words
+from ringtile.index.tiles import EMPTY, FULL, TileCollector, pack_words, unpack_words
 from ringtile.patterns import (
     Blocks,
     Causal,
@@ -240,17 +240,6 @@ def test_needed_columns_are_exact_for_windows() -> None:
         needed(Causal(), rows, rows, len(rows), grid, max_bytes=1000)
 
 
-@settings(max_examples=15)
-@given(st.data())
-def test_an_intersection_needs_no_more_than_either_side(data: st.DataObject) -> None:
-    grid = data.draw(grids())
-    first, second = data.draw(st.just(Causal()) | patterns(grid, 1)), data.draw(patterns(grid))
-    rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows)
-    places = torch.arange(grid.n_rows)
-    both, *each = (needed(rule, rows, places, grid.n_rows, grid) for rule in (first & second, first, second))
-    assert not (both & ~(each[0] & each[1])).any()
-
-
 @pytest.mark.parametrize(
     ("text", "per_row"),
     [("random_blocks(2)", 2), ("strided(512)", 19), ("block_dilated([8], 20)", 9), ("window(100) & ~window(50)", 2)],
@@ -292,31 +281,6 @@ def test_coarsening_is_building_with_the_larger_block(problem: tuple[Pattern, Ti
     for name in ("kept_pairs", "allowed_pairs", "allowed_tiles", "grid"):
         assert getattr(coarse, name) == getattr(direct, name), name
     check_lists(coarse)
-
-
-@given(st.sampled_from([16, 32, 64, 128]), st.integers(0, 1000))
-def test_words_hold_the_bits(block: int, seed: int) -> None:
-    mask = torch.rand(3, 5, block, generator=torch.Generator().manual_seed(seed)) < 0.5
-    words = pack_words(mask)
-    assert words.dtype == torch.int32
-    assert words.shape == (3, 5, -(-block // 32))
-    assert torch.equal(unpack_words(words, block), mask)
-    assert torch.equal(popcount(words).sum(-1), mask.sum(-1))
-    for key in range(block):
-        assert torch.equal((words[..., key // 32] >> key % 32) & 1 == 1, mask[..., key])
-
-
-def test_row_major_bits_and_tiles_of_a_causal_window() -> None:
-    index = build_index(Causal() & Window(128, 0), 384)
-    assert index.rows.full.tolist() == []
-    assert index.rows.partial_ptr.tolist() == [0, 1, 3, 5]
-    assert index.rows.partial.tolist() == [0, 0, 1, 1, 2]
-    ahead, behind = index.rows.tile[:2].tolist()
-    assert index.rows.tile.tolist() == [ahead, behind, ahead, behind, ahead]
-    assert index.table.bits[ahead, 5].tolist() == [0b111111, 0, 0, 0]
-    assert index.table.bits_t[ahead, 5].tolist() == [-1 << 5, -1, -1, -1]
-    assert index.table.bits[behind, 5].tolist() == [-1 << 5, -1, -1, -1]
-    assert index.rows.work.tolist() == [[1, 0, 2, -1], [2, 0, 2, -1], [0, 0, 1, -1]]
 
 
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(0, 0), (0, 300), (300, 0)])
@@ -375,15 +339,6 @@ def test_collector_merges_while_it_collects() -> None:
     assert torch.equal(unpack_words(bits[translate[states]], 16), distinct[torch.cat(order)])
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
-def test_decoding_row_by_row_gives_the_rows_of_the_whole(block: int) -> None:
-    pattern = Causal() & (Window(40) | RandomBlocks(1, block=32) | GlobalTokens(3))
-    whole = build_index(pattern, 150, block=block).to_dense()[0, 0]
-    for step in (0, 1, 31, 32, 63, 128, 149):
-        row = build_index(pattern, 1, 150, start=step, block=block).to_dense()[0, 0, 0]
-        assert torch.equal(row, whole[step])
-
-
 def test_long_rows_and_columns_are_cut_into_equal_pieces() -> None:
     index = build_index(Window(512) | GlobalTokens(64), 1 << 15)
     check_lists(index)
@@ -407,11 +362,8 @@ def test_work_pieces_grow_with_the_number_of_entries() -> None:
     sizes = torch.full((5000,), 66)
     sizes[7] = 700
     begins = torch.cat((torch.zeros(1), sizes.cumsum(0))).int()
-    work = work_list(torch.zeros_like(begins), begins)
-    limit = math.ceil(int(begins[-1]) / 512)
-    assert limit > 66
-    assert sorted(work[work[:, 0] == 7][:, 3].tolist()) == list(range(math.ceil(700 / limit)))
-    assert len(work) == 4999 + math.ceil(700 / limit)
+    assert int(begins[-1]) / 512 > 66
+    check_work(work_list(torch.zeros_like(begins), begins), sizes.tolist())
 
 
 # Budgets.
@@ -501,11 +453,12 @@ def test_equal_requests_share_one_index() -> None:
         build_index(Causal() & Window(5), 301),
         build_index(Causal() & Window(5), 300, 301),
         build_index(Causal() & Window(5), 300, start=1),
+        build_index(Causal() & Window(5), 300, start=128),
         build_index(Causal() & Window(5), 300, block=64),
     ):
         assert other is not first
     # 301 tokens, or a start of 1, touch the same tiles.
-    assert cache_info()[:3] == (4, 3, 3)
+    assert cache_info()[:3] == (4, 4, 4)
     assert build_index(Elements(checkerboard), 50) is build_index(Elements(checkerboard), 50)
     clear_cache()
     assert cache_info()[:4] == (0, 0, 0, 0)
@@ -673,13 +626,8 @@ def test_built_outside_the_modes_of_the_caller() -> None:
 
 def test_repr_reads_no_tensor() -> None:
     index = build_index(Causal(), 300)
-    assert repr(index) == (
-        "BlockIndex(300 queries from 0 x 300 keys, block 128, groups 1, 3 full and 3 partial tiles (1 distinct), "
-        f"{index.nbytes} bytes on cpu)"
-    )
     with FakeTensorMode() as mode:
-        fake = edited(index, mode.from_tensor)
-        assert repr(fake) == repr(index)
+        assert repr(edited(index, mode.from_tensor)) == repr(index)
 
 
 def test_counts_are_summed_over_heads_that_share_a_group() -> None:
@@ -821,18 +769,6 @@ def test_drawing_shows_tiles() -> None:
     assert index.draw(1, width=3) == "▒··\n▒▒·\n▒▒▒"
     assert build_index(Causal(), 128, 512).draw() == "███▒"
     assert build_index(Dense(), 640, 512).draw(width=2) == "██\n██"
-
-
-@pytest.mark.parametrize("row", range(len(LENGTHS)))
-def test_causal_counts_have_a_closed_form(row: int) -> None:
-    n_queries = LENGTHS[row]
-    # Its own length is among them.
-    for n_keys in LENGTHS[row % 3 :: 3]:
-        for start in (-40, 0, 5, n_keys - n_queries):
-            index = build_index(Causal(), n_queries, n_keys, start=start, block=16)
-            assert index.kept_pairs == index.allowed_pairs
-            assert index.kept_tiles == index.allowed_tiles
-            assert index.density in (0.0, 1.0)
 
 
 @pytest.mark.parametrize("block", [64, 128])

@@ -82,7 +82,7 @@ def test_only_the_newest_values_are_kept() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["rows.full", "rows.partial", "rows.tile", "rows.partial_ptr", "group"])
+@pytest.mark.parametrize("name", ["rows.full", "rows.partial", "rows.partial_ptr", "group"])
 def test_an_index_that_is_changed_after_its_first_use_is_checked_again(name: str, backend: str) -> None:
     index = own_index()
     q, k, v, _ = make_inputs(1, 1, 500)
@@ -137,29 +137,6 @@ def test_a_thousand_decoded_tokens_build_few_indices(pattern: Pattern) -> None:
             for name in ("native", "reference")
         )
         assert relative_error(out, exact) < 2e-6
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("n_queries", "start"), [(1, 100), (3, 37), (8, 40), (30, 90), (150, 20)])
-def test_keys_that_only_rows_outside_the_lengths_keep_are_not_read(
-    n_queries: int, start: int, dtype: torch.dtype, backend: str
-) -> None:
-    """The bits of a tile are those of all its rows, also of rows that a call does not have."""
-    q, k, v, grad = make_inputs(1, 2, n_queries, 200, dtype=dtype)
-    used = torch.zeros(200, dtype=torch.bool)
-    used[max(0, start - 20) : start + n_queries + 20] = True
-    found = []
-    for garbage in (0.0, math.nan):
-        inputs = [x.clone() for x in (q, k, v)]
-        for x in inputs[1:]:
-            x[:, :, ~used] = garbage
-        leaves = [x.requires_grad_() for x in inputs]
-        out, lse = sparse_attention(*leaves, Window(20), start=start, return_lse=True, backend=backend)
-        found.append((out, lse, *torch.autograd.grad(out, leaves, grad)))
-    for clean, poisoned in zip(*found, strict=True):
-        assert torch.equal(clean, poisoned)
-    assert not found[0][3][:, :, ~used].any()
 
 
 def test_queries_whose_keys_do_not_exist_change_no_gradient_of_other_keys() -> None:

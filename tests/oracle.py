@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -97,6 +97,22 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         return float("inf")
     difference = (actual - expected)[~infinite].norm().item()
     return difference / (expected[~infinite].norm().item() or 1.0)
+
+
+def results(attend: Callable[..., Any], leaves: Sequence[Tensor], *arguments: Any, **options: Any) -> list[Tensor]:
+    """Output and lse of ``attend``, and the gradients of both for all leaves, in which empty rows have no lse."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out, lse = attend(*leaves, *arguments, **options)
+    draw = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in (out, lse)]
+    finite = torch.where(lse == -torch.inf, 0, lse)
+    grads = torch.autograd.grad((out, finite), leaves, cotangents, allow_unused=True, materialize_grads=True)
+    return [out.detach(), lse.detach(), *grads]
+
+
+def worst(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest relative error of several tensors."""
+    return max(map(relative_error, actual, expected))
 
 
 def rule_everywhere(pattern: Pattern, grid: TileGrid, head: int = 0) -> Tensor:

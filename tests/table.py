@@ -490,8 +490,12 @@ def _results(call: Call, leaves: dict[str, Tensor], out: Tensor, lse: Tensor) ->
 
 def difference(call: Call, mine: Results, theirs: Results) -> str:
     """What differs by more than the dtype may, in words, or an empty text."""
-    limit = ERRORS[DTYPES[call.case.dtype][0]]
+    dtype = DTYPES[call.case.dtype][0]
+    limit = ERRORS[dtype]
     for name, want in theirs.items():
+        right = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
+        if mine[name].dtype != right:
+            return f"{name}: {mine[name].dtype}, not {right}"
         got = mine[name].double()
         if got.shape != want.shape:
             return f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"

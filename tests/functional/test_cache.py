@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from oracle import kept_pairs, make_inputs, oracle, relative_error
+from oracle import make_inputs, oracle, relative_error
 from strategies import compositions, primitives
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from ringtile.modules.longnet import longnet_attend
 from ringtile.modules.transformer import KVCache, SparseTransformer
 from ringtile.patterns import (
     BlockDilated,
-    Blocks,
     Causal,
     Dense,
     Dilated,
@@ -41,7 +40,6 @@ from ringtile.patterns import (
     streaming,
 )
 from ringtile.patterns.facts import Reach, pattern_reach
-from ringtile.patterns.wrapped import PerDocument
 
 GLOBAL = Causal() & (Window(20) | GlobalTokens(5))
 ROLLING: dict[str, Pattern] = {
@@ -49,7 +47,6 @@ ROLLING: dict[str, Pattern] = {
     "streaming": streaming(sinks=4, window=16),
     "window or global": GLOBAL,
     "no sinks": Window(7, 0),
-    "itself alone": Window(0),
     "global alone": Causal() & GlobalTokens(6),
     "dilated": Causal() & Dilated([1, 3], 8),
     "block dilated": Causal() & BlockDilated([1, 2], 1, block=8),
@@ -131,43 +128,14 @@ def test_no_pattern_keeps_what_is_out_of_its_reach(data: st.DataObject) -> None:
 # What it computes
 
 
-@pytest.mark.parametrize("sizes", [(1,), (3, 1, 50, 1, 1, 7), (150, 1, 200, 9)], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 1, 50, 1, 1, 7), (150, 1, 200, 9)], ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_any_chunks_equal_one_call(name: str, sizes: tuple[int, ...]) -> None:
-    n_tokens = 130 if sizes == (1,) else 420
-    q, k, v, _ = make_inputs(2, 4, n_tokens, kv_heads=2, value_dim=8)
-    expected = oracle(q, k, v, ALL[name]).out
+    q, k, v, _ = make_inputs(2, 4, 420, kv_heads=2, value_dim=8)
     cache = LayerCache(ALL[name])
-    out = attended(cache, q, k, v, chunks_of(n_tokens, *sizes))
-    assert relative_error(out, expected) < 1e-14
-    assert cache.length == n_tokens
-
-
-@settings(max_examples=30)
-@given(st.data())
-def test_random_patterns_in_random_chunks(data: st.DataObject) -> None:
-    grid = TileGrid(16, 0, 90, 90)
-    leaves = primitives(grid).filter(serves_any_length)
-    pattern = Causal() & data.draw(compositions(leaves, data.draw(st.integers(0, 3))))
-    chunks = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-    q, k, v, _ = make_inputs(1, 2, sum(chunks), head_dim=4)
-    expected = oracle(q, k, v, pattern).out
-    assert relative_error(attended(LayerCache(pattern), q, k, v, chunks), expected) < 1e-13
-
-
-def serves_any_length(pattern: Pattern) -> bool:
-    return not isinstance(pattern, Blocks | Documents | PerDocument)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    q, k, v, _ = make_inputs(1, 4, 200, kv_heads=2, dtype=dtype)
-    out = attended(LayerCache(GLOBAL), q, k, v, chunks_of(200, 60, 1))
-    assert out.dtype == dtype
-    mask = kept_pairs(GLOBAL, q, k)
-    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    expected = oracle(q, k, v, GLOBAL).out
-    assert relative_error(out, expected) < 1.5 * relative_error(theirs, expected)
+    out = attended(cache, q, k, v, chunks_of(420, *sizes))
+    assert relative_error(out, oracle(q, k, v, ALL[name]).out) < 1e-14
+    assert cache.length == 420
 
 
 @pytest.mark.parametrize("name", ["streaming", "per head", "strided"])
@@ -207,15 +175,13 @@ def test_a_mask_may_come_late_or_once() -> None:
 
 def test_what_was_dropped_or_is_not_kept_changes_nothing() -> None:
     q, k, v, _ = make_inputs(1, 2, 90)
-    rule = Causal() & (Window(10) | GlobalTokens(2)) & ~Window(3)
-    k[:, :, 20:30], v[:, :, 20:30] = math.nan, math.nan
-    cache = LayerCache(rule)
-    attended(cache, q[:, :, :60], k[:, :, :60], v[:, :, :60], chunks_of(60, 7, 1))
-    out = attended(cache, q[:, :, 60:], k[:, :, 60:], v[:, :, 60:], chunks_of(30, 1))
-    assert bool(out.isfinite().all())
-    k[:, :, 89], v[:, :, 89] = math.nan, math.nan
-    out = attended(LayerCache(Causal() & ~Window(3)), q[:, :, 60:], k[:, :, 60:], v[:, :, 60:], [29, 1])
-    assert bool(out.isfinite().all())
+    near, far = Causal() & (Window(10) | GlobalTokens(2)) & ~Window(3), Causal() & ~Window(3)
+    for rule, unread, chunks in ((near, slice(20, 30), [7] * 8 + [1] * 34), (far, slice(89, 90), [89, 1])):
+        dirty = [x.clone() for x in (k, v)]
+        for x in dirty:
+            x[:, :, unread] = math.nan
+        out, clean = (attended(LayerCache(rule), q, *pair, chunks) for pair in (dirty, (k, v)))
+        assert torch.equal(out[:, :, 60:], clean[:, :, 60:])
 
 
 # What it holds
@@ -230,19 +196,15 @@ def test_memory_stays_at_the_bound_of_the_pattern(name: str) -> None:
     for chunk in chunks_of(300, 1, 1, 17, 1, 3):
         start = cache.length
         cache.attend(*(x[:, :, start : start + chunk] for x in (q, k, v)))
+        assert cache.held == min(cache.length, bound)
+        assert cache.nbytes <= bound * (2 * 2 * 12 * 8 + 8 + 2)
         held = cache._held
         assert held is not None
-        assert cache.held == min(cache.length, bound)
-        assert held.key.numel() <= 2 * 2 * bound * 8
-        assert held.value.numel() <= 2 * 2 * bound * 4
-        assert cache.nbytes <= bound * (2 * 2 * 12 * 8 + 8 + 2)
+        positions = held.position[: cache.held]
         recent = range(max(0, cache.length - 1 - int(reach.left)), cache.length)
-        needed = {*range(min(reach.first, cache.length)), *recent}
-        positions = held.position[: cache.held].tolist()
-        assert needed <= set(positions)
-        assert len(positions) == len(set(positions))
-        for position, key in zip(positions, held.key[:, :, : cache.held].unbind(2), strict=True):
-            assert torch.equal(key, k[:, :, position])
+        assert {*range(min(reach.first, cache.length)), *recent} <= set(positions.tolist())
+        assert len(positions) == len(positions.unique())
+        assert torch.equal(held.key[:, :, : cache.held], k[:, :, positions])
 
 
 def test_an_unbounded_cache_holds_all_and_little_more() -> None:
@@ -250,17 +212,14 @@ def test_an_unbounded_cache_holds_all_and_little_more() -> None:
     assert not cache.bounded
     assert cache.capacity is None
     assert cache.nbytes == 0
+    long = LayerCache(streaming(4, 2**30))
+    long.attend(*torch.randn(3, 1, 1, 10, 4).unbind())
+    assert long.nbytes == 10 * (2 * 4 * 4 + 8 + 1)
     x = torch.randn(1, 1, 300, 4)
     for position in range(300):
         cache.attend(*[x[:, :, position : position + 1]] * 3)
         assert cache.held == position + 1
         assert cache.nbytes <= 2 * (position + 1) * (2 * 4 * 4 + 8 + 1)
-
-
-def test_a_long_window_takes_no_room_before_it_is_needed() -> None:
-    cache = LayerCache(streaming(4, 2**30))
-    cache.attend(*torch.randn(3, 1, 1, 10, 4).unbind())
-    assert cache.nbytes == 10 * (2 * 4 * 4 + 8 + 1)
 
 
 @pytest.mark.parametrize("name", ["streaming", "causal"])
@@ -337,12 +296,7 @@ def model_of(pattern: Pattern | list[Pattern] | None, **options: Any) -> SparseL
 
 @pytest.mark.parametrize(
     "pattern",
-    [
-        streaming(sinks=4, window=24),
-        Causal() & Window(24),
-        [Window(9) | GlobalTokens(5), Window(30)],
-        [Window(16), Strided(7)],
-    ],
+    [[Window(9) | GlobalTokens(5), Window(30)], [Window(16), Strided(7)]],
     ids=repr,
 )
 def test_two_hundred_tokens_equal_full_recomputation(pattern: Pattern | list[Pattern]) -> None:
@@ -353,8 +307,6 @@ def test_two_hundred_tokens_equal_full_recomputation(pattern: Pattern | list[Pat
     assert torch.equal(tokens[:, :37], prompt)
     assert len(tokens[0, 37:].unique()) > 4
     with torch.no_grad():
-        for n in range(37, 237, 20):
-            assert torch.equal(model(tokens[:, :n])[:, -1].argmax(-1), tokens[:, n])
         assert torch.equal(model(tokens)[:, 36:-1].argmax(-1), tokens[:, 37:])
 
 
@@ -502,16 +454,12 @@ def test_layers_without_a_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((torch.zeros(1, 0, dtype=torch.int64), 3), "tokens: .*at least one"),
-        ((torch.zeros(4, dtype=torch.int64), 3), "tokens: "),
-        ((torch.zeros(1, 4, dtype=torch.int64), -1), "n_new: .*-1"),
-    ],
+    ("shape", "n_new", "complaint"),
+    [((1, 0), 3, "tokens: .*at least one"), ((4,), 3, "tokens: "), ((1, 4), -1, "n_new: .*-1")],
 )
-def test_generation_refuses(arguments: tuple[Any, ...], complaint: str) -> None:
+def test_generation_refuses(shape: tuple[int, ...], n_new: int, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        model_of(Window(20)).generate(*arguments)
+        model_of(Window(20)).generate(torch.zeros(shape, dtype=torch.int64), n_new)
 
 
 def test_generation_refuses_training_and_strange_temperatures() -> None:

@@ -1,4 +1,4 @@
-"""LongNet's dilated attention against its definition, summed over the dense matrix of all pairs."""
+"""LongNet's dilated attention against its definition, whose branches `ringtile.testing.oracle` computes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from oracle import SDPA_BUDGET, make_inputs, relative_error, sdpa_low_precision_error
+from oracle import SDPA_BUDGET, make_inputs, relative_error, results, sdpa_low_precision_error, worst
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringtile.functional import dilated, dilated_attention, sparse_attention
+from ringtile.functional import dilated, dilated_attention
 from ringtile.functional.dilated import segment_numbers
-from ringtile.functional.permute import Strided, pieces
 from ringtile.index import build_index
 from ringtile.patterns import Causal, Pattern, Segments, Window, longnet_union, per_head
 from ringtile.patterns.wrapped import Compacted, InSegments, OfHeads
+from ringtile.testing.oracle import attention, kept_pairs
 from ringtile.tools.memory import peak_memory
 
 POWERS = ([64, 128, 256, 512], [1, 2, 4, 8])
@@ -37,84 +39,23 @@ def _each_warning_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dilated, "_warned", set())
 
 
-def count_pairs(
-    head: int,
-    n_queries: int,
-    n_keys: int,
-    lengths: Sequence[int],
-    rates: Sequence[int],
-    *,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-) -> Tensor:
-    """How many branches keep each pair of one head, ``[Nq, Nk]``: the definition, word for word."""
-    query, key = torch.arange(n_keys - n_queries, n_keys).unsqueeze(1), torch.arange(n_keys)
-    total = torch.zeros(n_queries, n_keys, dtype=torch.float64)
-    for length, rate in zip(lengths, rates, strict=True):
-        kept = query.div(length, rounding_mode="floor") == key.div(length, rounding_mode="floor")
-        kept = kept & (query % length % rate == head % rate) & (key % length % rate == head % rate)
-        if pattern is not None:
-            kept &= pattern.allowed(torch.tensor(head), query % length // rate, key % length // rate)
-        total += kept & (key <= query) if is_causal else kept
-    return total
-
-
-_ROWS = 256
-"""Rows that the definition is evaluated for at a time."""
-
-
-def _counted_softmax(q: Tensor, k: Tensor, v: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of one head in which a pair counts ``times``, with its lse."""
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    highest = scores.detach().masked_fill(times == 0, -1e9).amax(-1, keepdim=True)
-    weights = times * (scores - highest).masked_fill(times == 0, 0).exp()
-    total = weights.sum(-1, keepdim=True)
-    some = total > 0
-    total = torch.where(some, total, 1)
-    return weights @ v / total, torch.where(some, total.log() + highest, -math.inf).squeeze(-1)
-
-
 def defined(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Sequence[int],
-    rates: Sequence[int],
-    *,
-    overlap: str = "mix",
-    key_mask: Tensor | None = None,
-    **rule: Any,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], rates: Sequence[int], overlap: str = "mix", **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse by the definition: branches mixed by their denominators, or a softmax over the union of pairs.
-
-    Mixing by denominators is a softmax in which a pair weighs as often as branches keep it.
-    """
-    batch, heads = q.shape[:2]
-    ratio = heads // k.shape[1]
-    outs, lses = [], []
-    for head in range(heads):
-        times = count_pairs(head, q.shape[2], k.shape[2], lengths, rates, **rule).expand(batch, -1, -1)
-        times = times.clamp(max=1) if overlap == "union" else times
-        times = times if key_mask is None else times * key_mask.unsqueeze(1)
-        rows = zip(q[:, head].split(_ROWS, 1), times.split(_ROWS, 1), strict=True)
-        parts = [_counted_softmax(a, k[:, head // ratio], v[:, head // ratio], b) for a, b in rows]
-        out, lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs, 1), torch.stack(lses, 1)
+    """Output and lse by the definition: branches mixed by their denominators, or a softmax over the union of pairs."""
+    rules: list[Pattern] = [*map(Segments, lengths, rates)]
+    rules = [reduce(or_, rules)] if overlap == "union" else rules
+    outs, lses = map(torch.stack, zip(*(attention(q, k, v, rule, **options) for rule in rules), strict=True))
+    empty = (lses == -math.inf).all(0)
+    lse = torch.where(empty, 0, lses).logsumexp(0)
+    weights = torch.where(empty, 0, (torch.where(empty, 0, lses) - lse).exp())
+    return (weights.unsqueeze(4) * outs).sum(0), torch.where(empty, -math.inf, lse)
 
 
-def results(attend: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Output, lse and the gradients of q, k and v."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = attend(*leaves)
-    finite = torch.where(lse == -math.inf, 0, lse)
-    found = torch.autograd.grad((out, finite), leaves, grads, allow_unused=True, materialize_grads=True)
-    return [out.detach(), lse.detach(), *found]
-
-
-def worst(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    return max(relative_error(mine, right) for mine, right in zip(actual, expected, strict=True))
+def counted(n: int, lengths: Sequence[int], rates: Sequence[int]) -> Tensor:
+    """How many branches keep each pair of head 0, ``[n, n]``."""
+    branches = [kept_pairs(Segments(*branch), 1, 1, n, n, start=0) for branch in zip(lengths, rates, strict=True)]
+    return torch.cat(branches).sum((0, 1))
 
 
 def attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -124,34 +65,30 @@ def attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def compare(inputs: Sequence[Tensor], lengths: Sequence[int], rates: Sequence[int], **options: Any) -> float:
+def compare(inputs: Sequence[Tensor], *branches: Sequence[int], **options: Any) -> float:
     """The worst relative error of the output, the lse and every gradient, also through the lse."""
-    q, _, v = inputs
-    grads = (torch.randn_like(q[..., :1].expand(*q.shape[:3], v.shape[-1])), torch.randn_like(q[..., 0]))
-    gqa = q.shape[1] != inputs[1].shape[1]
-    mine = results(lambda *x: attend(*x, lengths, rates, enable_gqa=gqa, **options), inputs, grads)
-    right = results(lambda *x: defined(*x, lengths, rates, **options), inputs, grads)
-    return worst(mine, right)
+    gqa = {"enable_gqa": inputs[0].shape[1] != inputs[1].shape[1]}
+    found = results(attend, inputs, *branches, **options, **gqa)
+    return worst(found, results(defined, inputs, *branches, **options))
 
 
 BRANCHES = {"powers": POWERS, "others": OTHERS, "paper": PAPER, "long": ([600, 300], [1, 3])}
 CASES = """
-    False-mix-powers-64 False-mix-others-64 False-mix-others-1000 False-mix-paper-1000 False-mix-paper-7
-    False-union-powers-64 False-union-others-64 False-union-paper-1000 False-union-powers-1 False-mix-long-1300
-    True-mix-powers-7 True-mix-others-1 True-mix-paper-64 True-union-powers-1000 True-union-others-7
-    True-union-others-1000 True-mix-powers-1000 True-union-paper-1 True-union-long-1300
+    False-mix-powers-64 False-mix-others-64 False-mix-paper-600 False-mix-paper-7 False-mix-long-700
+    False-union-powers-64 False-union-others-64 False-union-paper-600
+    True-mix-others-1 True-mix-paper-64 True-union-others-600 True-union-long-700
 """.split()
-"""Is it causal, overlap, branches, tokens: every pair of two of them, and segments of several tiles."""
+"""Is it causal, overlap, branches, tokens."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_definition(case: str) -> None:
     is_causal, overlap, branches, n_tokens = case.split("-")
-    inputs = make_inputs(1, 3 if int(n_tokens) >= 1000 else 9, int(n_tokens), head_dim=4)[:3]
+    inputs = make_inputs(1, 3 if int(n_tokens) >= 600 else 9, int(n_tokens), head_dim=4)[:3]
     assert compare(inputs, *BRANCHES[branches], overlap=overlap, is_causal=is_causal == "True") < 1e-12
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_any_problem(data: st.DataObject) -> None:
     draw, few = data.draw, st.integers(1, 3)
@@ -162,11 +99,9 @@ def test_any_problem(data: st.DataObject) -> None:
         # Segments that nest take another route to the union.
         lengths = [lengths[0] * 2**number for number in range(n_branches)]
     rates = draw(st.lists(st.integers(1, 7), min_size=n_branches, max_size=n_branches))
-    patterns = [None, None, Window(2, 1), per_head([Window(head % 3) for head in range(heads)]), Segments(3, 2)]
     options: dict[str, Any] = {
         "overlap": draw(st.sampled_from(["mix", "union"])),
         "is_causal": draw(st.booleans()),
-        "pattern": draw(st.sampled_from(patterns)),
     }
     sizes = draw(st.integers(1, 2)), heads, draw(st.integers(1, 150)), draw(st.none() | st.integers(1, 150))
     inputs = make_inputs(*sizes, head_dim=3, kv_heads=kv_heads, value_dim=2)[:3]
@@ -175,37 +110,21 @@ def test_any_problem(data: st.DataObject) -> None:
     assert compare(inputs, lengths, rates, **options) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("branches", "is_causal"),
-    [(([64, 128, 256], [1, 2, 4]), True), (PAPER, False), (COPRIME, True)],
-    ids=["nested", "paper", "coprime"],
-)
-def test_union_is_sparse_attention_with_the_union_pattern(branches: Any, is_causal: bool) -> None:
-    inputs = make_inputs(2, 4, 300)[:3]
-    grads = (torch.randn_like(inputs[0]), torch.randn(2, 4, 300, dtype=torch.float64))
-    mine = results(lambda *x: attend(*x, *branches, overlap="union", is_causal=is_causal), inputs, grads)
-    pattern = longnet_union(*branches)
-    right = results(lambda *x: sparse_attention(*x, pattern, is_causal=is_causal, return_lse=True), inputs, grads)
-    assert worst(mine, right) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("branches", "overlap", "n_tokens"), [(POWERS, "mix", 777), (OTHERS, "union", 777), (POWERS, "union", 512)], ids=str
-)
-def test_the_future_changes_nothing_earlier(branches: Any, overlap: str, n_tokens: int) -> None:
-    inputs, now = make_inputs(1, 4, n_tokens, head_dim=8)[:3], n_tokens // 2 + 3
-    changed = [x.clone() for x in inputs]
-    for x in changed:
-        x[:, :, now:] += 10 * torch.randn_like(x[:, :, now:])
-    before, after = (attend(*x, *branches, overlap=overlap, is_causal=True) for x in (inputs, changed))
-    assert torch.equal(before[0][:, :, :now], after[0][:, :, :now])
-    assert torch.equal(before[1][:, :, :now], after[1][:, :, :now])
-    assert not torch.equal(before[0][:, :, now:], after[0][:, :, now:])
-    leaves = [x.requires_grad_() for x in inputs]
-    out, _ = attend(*leaves, *branches, overlap=overlap, is_causal=True)
-    for grad in torch.autograd.grad(out[:, :, :now].sin().sum(), leaves):
-        assert grad[:, :, :now].any()
-        assert not grad[:, :, now:].any()
+@pytest.mark.parametrize("inner", [Window(2, 1), per_head([Window(0), Window(1), Causal()]), Segments(3, 2)], ids=str)
+def test_a_pattern_counts_places_of_a_segment(inner: Pattern) -> None:
+    inputs = make_inputs(1, 3, 100, head_dim=3)[:3]
+    rule = InSegments(30, 1, inner) | InSegments(90, 3, inner)
+    i, j = torch.arange(100)[:, None], torch.arange(100)
+    places = [
+        ((i // n == j // n) & (i % n % r == h % r) & (j % n % r == h % r))
+        & inner.allowed(torch.tensor(h), i % n // r, j % n // r)
+        for n, r in ((30, 1), (90, 3))
+        for h in range(3)
+    ]
+    pairs = torch.stack(places).unflatten(0, (2, 3)).any(0)
+    assert torch.equal(rule.allowed(torch.arange(3)[:, None, None], i, j), pairs)
+    found = results(attend, inputs, [30, 90], [1, 3], pattern=inner, overlap="union")
+    assert worst(found, results(attention, inputs, pairs)) < 1e-12
 
 
 def test_queries_that_come_later_see_what_they_see_in_the_whole() -> None:
@@ -220,37 +139,19 @@ def test_queries_that_come_later_see_what_they_see_in_the_whole() -> None:
 
 
 def test_what_no_branch_keeps_is_an_empty_row() -> None:
-    q, k, v, _ = make_inputs(1, 3, 100)
-    idle = torch.stack([(torch.arange(100) % 40 % 2 != head % 2) for head in range(3)])
-    for x in (q, k, v):
-        x[0][idle] = math.nan
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = attend(*leaves, [40, 80], [2, 4])
-    assert not out[0][idle].any()
-    assert (lse[0][idle] == -math.inf).all()
-    assert torch.isfinite(lse[0][~idle]).all()
-    for grad in torch.autograd.grad((out.sin().sum(), lse[0][~idle].sum()), leaves):
-        assert not grad[0][idle].any()
-        assert torch.isfinite(grad).all()
+    idle = torch.stack([(torch.arange(100) % 40 % 2 != head % 2) for head in range(3)]).unsqueeze(2)
+    inputs = [x.masked_fill(idle, math.nan) for x in make_inputs(1, 3, 100)[:3]]
+    assert compare(inputs, [40, 80], [2, 4]) < 1e-12
 
 
 def test_masked_keys_may_hold_anything() -> None:
     inputs, keep = make_inputs(2, 4, 90)[:3], torch.rand(2, 90) < 0.5
     keep[1] = False
-    expected = attend(*inputs, *OTHERS, key_mask=keep)
-    for x in inputs[1:]:
-        x.masked_fill_(~keep[:, None, :, None], math.nan)
-    leaves = [x.requires_grad_() for x in inputs]
-    out, lse = attend(*leaves, *OTHERS, key_mask=keep)
-    assert worst((out, lse), expected) == 0
-    empty = lse == -math.inf
-    assert empty[1].all()
-    assert not empty[0].all()
-    assert not out[empty].any()
-    for name, grad in zip("qkv", torch.autograd.grad(out.sin().sum(), leaves), strict=True):
-        assert torch.isfinite(grad).all(), name
-        if name != "q":
-            assert not grad.masked_select(~keep[:, None, :, None]).any()
+    dirty = [inputs[0], *(x.masked_fill(~keep[:, None, :, None], math.nan) for x in inputs[1:])]
+    found, expected = (results(attend, x, *OTHERS, key_mask=keep) for x in (dirty, inputs))
+    assert all(map(torch.equal, found, expected))
+    assert not any(x[1].any() for x in (found[0], *found[2:]))
+    assert (found[1][1] == -math.inf).all()
 
 
 def test_a_warning_names_the_offsets_that_leave_tokens_out() -> None:
@@ -281,34 +182,29 @@ def test_dropout_keeps_or_scales_weights(overlap: str) -> None:
     dropped = dropped_weights(*args, overlap=overlap, dropout_p=0.25, seed=3)
     some = whole > 0
     assert not dropped[~some].any()
-    once = count_pairs(0, 256, 256, *args[2:]) == 1 if overlap == "mix" else some[0]
+    times = counted(256, [64, 128], [1, 2])
+    once = times == 1 if overlap == "mix" else some[0]
     ratio = (dropped[0] / whole[0])[once]
     assert ((ratio == 0) | ((ratio - 4 / 3).abs() < 1e-12)).all()
     assert 0.2 < (ratio == 0).double().mean() < 0.3
     # A pair that two branches keep loses one of its halves at a time.
-    twice = count_pairs(0, 256, 256, *args[2:]) == 2
     expected = [0, 2 / 3, 4 / 3] if overlap == "mix" else [0, 4 / 3]
-    shares = (dropped[0] / whole[0])[twice]
+    shares = (dropped[0] / whole[0])[times == 2]
     assert all(((shares - share).abs() < 1e-12).any() for share in expected)
     kept = [(dropped[head, a : a + 64, a : a + 64] > 0) for head in range(4) for a in range(0, 256, 64)]
     assert all(not torch.equal(a, b) for number, a in enumerate(kept) for b in kept[:number])
 
 
-@pytest.mark.parametrize("overlap", ["mix", "union"])
-def test_the_seed_decides_dropout(overlap: str) -> None:
-    inputs = make_inputs(1, 2, 100)[:3]
-
-    def drop(seed: Any, **options: Any) -> Tensor:
-        return attend(*inputs, [20, 40], [1, 2], overlap=overlap, dropout_p=0.5, seed=seed, **options)[0]
-
-    assert torch.equal(drop(5), drop(torch.tensor([5])))
-    assert not torch.equal(drop(5), drop(6))
-    torch.manual_seed(3)
-    first, second = drop(None), drop(None)
-    torch.manual_seed(3)
-    assert torch.equal(first, drop(None))
+def test_a_seed_is_drawn_from_torch() -> None:
+    inputs, state = make_inputs(1, 2, 100)[:3], torch.get_rng_state()
+    options: dict[str, Any] = {"segment_lengths": [20, 40], "dilation_rates": [1, 2], "dropout_p": 0.5}
+    first, second = (attend(*inputs, **options)[0] for _ in range(2))
+    torch.set_rng_state(state)
+    assert torch.equal(first, attend(*inputs, **options)[0])
     assert not torch.equal(first, second)
-    assert torch.equal(drop(2**63 - 1), drop(2**63 - 1))
+    of_seeds = [attend(*inputs, **options, seed=seed)[0] for seed in (5, torch.tensor([5]), 2**63 - 1)]
+    assert torch.equal(*of_seeds[:2])
+    assert not torch.equal(*of_seeds[1:])
 
 
 @pytest.mark.parametrize(
@@ -325,24 +221,22 @@ def test_a_cut_between_segments_drops_the_weights_of_the_whole(options: dict[str
     mask = torch.rand(2, n_tokens) < 0.9 if options.get("key_mask") else None
     options = {**options, "enable_gqa": True, "dropout_p": 0.4, "seed": 3}
 
-    def results(queries: slice, n_keys: int, **more: Any) -> list[Tensor]:
+    def part(queries: slice, n_keys: int, **more: Any) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q[:, :, queries], k[:, :, :n_keys], v[:, :, :n_keys])]
         given = {**options, **more, "key_mask": None if mask is None else mask[:, :n_keys]}
         out, lse = attend(*leaves, *branches, **given)
         return [out, lse, *torch.autograd.grad(out, leaves, grad_out[:, :, queries])]
 
-    whole = results(slice(n_tokens), n_tokens)
-    prefix, suffix = results(slice(cut), cut), results(slice(cut, n_tokens), n_tokens)
-    for number in range(3):
-        assert relative_error(torch.cat([prefix[number], suffix[number]], 2), whole[number]) < 1e-12
+    whole = part(slice(n_tokens), n_tokens)
+    prefix, suffix = part(slice(cut), cut), part(slice(cut, n_tokens), n_tokens)
+    assert worst([torch.cat(x, 2) for x in zip(prefix[:3], suffix[:3], strict=True)], whole[:3]) < 1e-12
     for number in (3, 4):
         suffix[number][:, :, :cut] += prefix[number]
-        assert relative_error(suffix[number], whole[number]) < 1e-12
+    assert worst(suffix[3:], whole[3:]) < 1e-12
     # Inside a segment, too.
-    late = results(slice(103, n_tokens), n_tokens)
-    for number in range(3):
-        assert relative_error(late[number], whole[number][:, :, 103:]) < 1e-12
-    assert not torch.equal(results(slice(n_tokens), n_tokens, seed=4)[0], whole[0])
+    late = part(slice(103, n_tokens), n_tokens)
+    assert worst(late[:3], [x[:, :, 103:] for x in whole[:3]]) < 1e-12
+    assert not torch.equal(part(slice(n_tokens), n_tokens, seed=4)[0], whole[0])
 
 
 def test_segments_and_batch_elements_have_different_numbers() -> None:
@@ -352,16 +246,6 @@ def test_segments_and_batch_elements_have_different_numbers() -> None:
     assert (numbers < 2**32).all()
     part = segment_numbers(torch.tensor([7]), torch.arange(40, 50))
     assert torch.equal(part, numbers.view(300, 5000)[7, 40:50])
-
-
-def test_branches_draw_for_themselves() -> None:
-    # Two equal branches: were their masks the same, every weight would be 0 or doubled.
-    torch.manual_seed(0)
-    whole = dropped_weights(64, 1, [64, 64], [1, 1])
-    torch.manual_seed(0)
-    dropped = dropped_weights(64, 1, [64, 64], [1, 1], dropout_p=0.5, seed=0)
-    ratio = dropped / whole
-    assert 0.4 < ((ratio - 1).abs() < 1e-12).double().mean() < 0.6
 
 
 @pytest.mark.parametrize(
@@ -397,17 +281,6 @@ def test_second_derivatives_are_those_of_the_definition() -> None:
     assert worst(twice(attend), twice(defined)) < 1e-12
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
-    q, k, v, _ = make_inputs(1, 2, 40)
-    v.requires_grad_()
-    out, lse = attend(q, k, v, [10, 20], [1, 2])
-    (grad,) = torch.autograd.grad(lse.sum(), v, retain_graph=True, allow_unused=True, materialize_grads=True)
-    assert not grad.any()
-    (grad,) = torch.autograd.grad(out.sin().sum(), v, create_graph=True)
-    assert torch.autograd.grad(grad.square().sum(), v)[0].any()
-    assert not attend(q, k, v.detach(), [10, 20], [1, 2])[0].requires_grad
-
-
 def test_vmap_and_grad_compose() -> None:
     inputs = [torch.randn(3, 1, 2, 30, 4, dtype=torch.float64) for _ in range(3)]
     mask = torch.rand(3, 1, 30) < 0.7
@@ -429,13 +302,9 @@ def test_vmap_and_grad_compose() -> None:
     ("branches", "options", "lengths", "most_graphs"),
     [
         (([32], [2]), {"is_causal": True}, (100, 164, 260), 2),
-        pytest.param(
-            *(([16, 64], [1, 2]), {"overlap": "union", "is_causal": True}, (128, 192, 150), 2), marks=pytest.mark.slow
-        ),
-        (([12, 36], [2, 3]), {"overlap": "union"}, (64, 128, 70), 2),
         (COPRIME, {"overlap": "union", "is_causal": True}, (64, 128, 70), 2),
     ],
-    ids=["mix", "nested", "rates", "coprime"],
+    ids=["mix", "coprime"],
 )
 def test_a_graph_serves_lengths_of_one_kind(branches: Any, options: Any, lengths: Any, most_graphs: int) -> None:
     torch._dynamo.reset()
@@ -447,10 +316,8 @@ def test_a_graph_serves_lengths_of_one_kind(branches: Any, options: Any, lengths
         backend=graphs,
     )
     for n_tokens in lengths:
-        inputs, grad = make_inputs(1, 3, n_tokens, head_dim=4)[:3], torch.randn(1, 3, n_tokens, dtype=torch.float64)
-        grads = (grad.unsqueeze(3).expand(-1, -1, -1, 4), grad)
-        mine = results(compiled, inputs, grads)
-        assert worst(mine, results(lambda *x: attend(*x, *branches, **options), inputs, grads)) < 1e-13
+        inputs = make_inputs(1, 3, n_tokens, head_dim=4)[:3]
+        assert worst(results(compiled, inputs), results(attend, inputs, *branches, **options)) < 1e-13
     assert graphs.frame_count <= most_graphs
 
 
@@ -478,22 +345,19 @@ def test_queries_without_keys_have_gradients_of_zero_composed() -> None:
 )
 def test_low_precision_loses_no_more_than_torch(dtype: torch.dtype, is_causal: bool) -> None:
     q, k, v, grad_out = make_inputs(1, 4, 700, head_dim=32, dtype=dtype)
-    branches = ([128, 256, 512], [1, 2, 4])
+    branches, budget = ([128, 256, 512], [1, 2, 4]), SDPA_BUDGET[dtype]
     pattern = longnet_union(*branches)
     torchs = sdpa_low_precision_error(q, k, v, Causal() & pattern if is_causal else pattern, grad_out)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
     for overlap in ("mix", "union"):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, lse = attend(*leaves, *branches, overlap=overlap, is_causal=is_causal)
+        options = {"overlap": overlap, "is_causal": is_causal}
+        (out, lse), (true, _) = attend(*leaves, *branches, **options), defined(*exact, *branches, **options)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-        grads = torch.autograd.grad(out, leaves, grad_out)
-        exact = [x.detach().double().requires_grad_() for x in leaves]
-        expected, _ = defined(*exact, *branches, overlap=overlap, is_causal=is_causal)
-        right = torch.autograd.grad(expected, exact, grad_out.double())
-        budget = SDPA_BUDGET[dtype]
-        assert relative_error(out, expected) <= budget * torchs.out
-        for name, mine, theirs in zip("qkv", grads, right, strict=True):
-            assert mine.dtype == dtype
-            assert relative_error(mine, theirs) <= budget * torchs.grads[name], name
+        assert relative_error(out, true) <= budget * torchs.out
+        both = torch.autograd.grad(out, leaves, grad_out), torch.autograd.grad(true, exact, grad_out.double())
+        for most, mine, theirs in zip(torchs.grads.values(), *both, strict=True):
+            assert relative_error(mine, theirs) <= budget * most
 
 
 def test_autocast_is_a_cast_before() -> None:
@@ -517,32 +381,10 @@ def test_any_strides() -> None:
         "head_dim first": lambda x: x.permute(0, 2, 3, 1).contiguous().mT,
         "expanded": lambda x: x[:1].expand(2, -1, -1, -1).transpose(1, 2),
     }
-    grads = (torch.randn(2, 4, 100, 6, dtype=torch.float64), torch.randn(2, 4, 100, dtype=torch.float64))
     for name, layout in layouts.items():
         inputs = [layout(torch.randn(2, 100, 4, 6, dtype=torch.float64)) for _ in range(3)]
-        mine = results(lambda *x: attend(*x, [16, 48], [1, 3]), inputs, grads)
-        right = results(lambda *x: attend(*x, [16, 48], [1, 3]), [x.contiguous() for x in inputs], grads)
-        assert worst(mine, right) < 1e-14, name
-
-
-def test_named_backends() -> None:
-    q, k, v, _ = make_inputs(1, 4, 96)
-    expected = attend(q, k, v, [16, 32], [1, 2], is_causal=True)
-    for name in ("dense", "blockwise", "reference"):
-        assert worst(attend(q, k, v, [16, 32], [1, 2], is_causal=True, backend=name), expected) < 1e-14
-    with pytest.raises(ValueError, match=r"backend 'dense' does not support this call: .*causal needs as many queries"):
-        attend(q[:, :, 3:], k, v, [16, 32], [1, 2], is_causal=True, backend="dense")
-
-
-@pytest.mark.parametrize(("n_queries", "n_keys", "batch"), [(0, 5, 1), (5, 0, 1), (0, 0, 1), (5, 5, 0)])
-def test_nothing_to_do(n_queries: int, n_keys: int, batch: int) -> None:
-    q, k, v, _ = make_inputs(batch, 2, n_queries, n_keys)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = attend(*leaves, [4, 8], [1, 2])
-    assert out.shape == q.shape
-    assert not out.any()
-    assert (lse == -math.inf).all()
-    assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), leaves))
+        both = (results(attend, x, [16, 48], [1, 3]) for x in (inputs, [x.contiguous() for x in inputs]))
+        assert worst(*both) < 1e-14, name
 
 
 def test_the_output_is_laid_out_for_joining_heads() -> None:
@@ -610,53 +452,6 @@ def test_memory_grows_with_the_length_alone(overlap: str) -> None:
         assert per_tensor < 16
     assert peaks[1].forward < 4.2 * peaks[0].forward
     assert (peaks[1].backward or 0) < 4.2 * (peaks[0].backward or 0)
-
-
-@settings(max_examples=200)
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 9), st.integers(1, 25), st.integers(1, 8), st.booleans())
-def test_pieces_hold_each_kept_token_once(
-    n_queries: int, n_keys: int, heads: int, length: int, dilation: int, by_offset: bool
-) -> None:
-    start = n_keys - n_queries
-    queries, keys = torch.arange(heads * n_queries), torch.arange(heads * n_keys)
-    found: Counter[tuple[int, int, int]] = Counter()
-    for piece in pieces(n_queries, n_keys, heads, length, dilation, by_offset=by_offset):
-        assert not by_offset or len(piece.offsets) == 1
-        q = Strided(piece).take(queries.view(1, heads, n_queries))
-        k = Strided(piece, keys=True).take(keys.view(1, heads, n_keys))
-        assert q.shape == (piece.segments, len(piece.heads), piece.n_queries)
-        assert k.shape == (piece.segments, len(piece.heads), piece.n_keys)
-        for number, head in enumerate(piece.heads):
-            for mine, theirs in zip(q[:, number].tolist(), k[:, number].tolist(), strict=True):
-                tokens, others = [x - head * n_queries + start for x in mine], [x - head * n_keys for x in theirs]
-                assert others[piece.start :] == tokens
-                segment = tokens[0] // length
-                first = segment * length + head % dilation
-                assert others == [x for x in range(first, min(segment * length + length, n_keys), dilation)]
-                found.update((head, token, segment) for token in tokens)
-    expected = {
-        (head, token, token // length)
-        for head in range(heads)
-        for token in range(max(start, 0), n_keys)
-        if token % length % dilation == head % dilation
-    }
-    assert found == Counter(expected)
-
-
-@pytest.mark.parametrize(("heads", "ratio"), [(6, 1), (6, 3), (4, 4), (5, 1), (8, 2)])
-@pytest.mark.parametrize("dilation", [1, 2, 3])
-def test_adding_back_is_the_adjoint_of_compacting(heads: int, ratio: int, dilation: int) -> None:
-    for keys in (False, True):
-        x = torch.randn(2, heads // ratio if keys else heads, 50, 3, dtype=torch.float64, requires_grad=True)
-        for piece in pieces(50, 50, heads, 16, dilation):
-            places = Strided(piece, keys=keys, ratio=ratio)
-            found = places.take(x)
-            if keys and dilation == 1:
-                assert found.shape[1] == heads // ratio
-            grad = torch.randn_like(found)
-            total = torch.zeros_like(x)
-            places.add(total, grad)
-            assert relative_error(total, torch.autograd.grad(found, x, grad)[0]) < 1e-15
 
 
 COMPACTED: list[Pattern] = [

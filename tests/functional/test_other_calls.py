@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
-from ringtile import sparse_attention
-
 PAGE = (Path(__file__).parents[2] / "docs/from-other-libraries.md").read_text(encoding="utf-8")
 HEADS, DIM = 4, 8
 EXACT = 1e-12
@@ -333,90 +331,31 @@ def variables(n_queries: int, n_keys: int) -> dict[str, Any]:
 
 EVERY = (SHORT, LONG)
 FEW, ONE = (5, 200), (1, 200)
-TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
-    "PyTorch": {
-        "F.scaled_dot_product_attention(q, k, v)": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, is_causal=True)": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, attn_mask=causal_upper_left(n_queries, n_keys))": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n_queries, n_keys))": (SHORT, SAME),
-        "F.scaled_dot_product_attention(q, k, v, attn_mask=padding[:, None, None])": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, attn_mask=mask)": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, attn_mask=bias)": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, attn_mask=-slopes[:, None, None] * distance)": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, attn_mask=numbers[:, places])": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, scale=0.3)": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, enable_gqa=True)": EVERY,
-        "F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)": (),
-    },
-    "mask_mod": {
-        "q_idx >= kv_idx": EVERY,
-        "(q_idx >= kv_idx) & (q_idx - kv_idx <= window)": EVERY,
-        "(q_idx - kv_idx).abs() <= window": EVERY,
-        "(q_idx >= kv_idx) & ((q_idx - kv_idx <= window) | (kv_idx < sinks))": EVERY,
-        "(q_idx >= kv_idx) | (kv_idx < prefix)": EVERY,
-        "(q_idx >= kv_idx) | (kv_idx < prefixes[b])": (SAME,),
-        "document[q_idx] == document[kv_idx]": (SAME,),
-        "(of_row[b, q_idx] == of_row[b, kv_idx]) & (q_idx >= kv_idx)": (SAME,),
-        "(q_idx >= kv_idx) & ((q_idx - kv_idx) % rate == 0)": EVERY,
-        "rule(b, h, q_idx, kv_idx)": EVERY,
-    },
-    "score_mod": {
-        "cap * torch.tanh(score / cap)": EVERY,
-        "score - slopes[h] * (q_idx - kv_idx).abs()": EVERY,
-        "score * 0.5": EVERY,
-        "score + table[h, kv_idx - q_idx + n - 1]": EVERY,
-    },
-    "flash-attn": {
-        "flash_attn_func(q, k, v, causal=True)": EVERY,
-        "flash_attn_func(q, k, v, window_size=(left, right))": EVERY,
-        "flash_attn_func(q, k, v, window_size=(left, -1))": EVERY,
-        "flash_attn_func(q, k, v, causal=True, window_size=(left, right))": EVERY,
-        "flash_attn_func(q, k, v, causal=True, softcap=cap)": EVERY,
-        "flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)": EVERY,
-        "flash_attn_func(q, k, v, softmax_scale=0.3)": EVERY,
-        "flash_attn_func(q, k, v)": EVERY,
-        "flash_attn_func(q, k, v, causal=True, learnable_sink=sink)": EVERY,
-        "flash_attn_func(q, k, v, deterministic=True)": EVERY,
-        "flash_attn_varlen_func(q, k, v, cu_q, cu_q, max_q, max_q)": (SAME,),
-        "flash_attn_varlen_func(q, k, v, cu_q, cu_q, max_q, max_q, causal=True)": (SAME,),
-        "flash_attn_varlen_func(q, k, v, cu_q, cu_q, max_q, max_q, causal=True, window_size=(left, 0))": (SAME,),
-        "varlen_attn(q, k, v, cu_q, cu_q, max_q, max_q, window_size=(-1, 0))": (SAME,),
-        "flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)": (SHORT, LONG),
-        "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True)": (FEW,),
-        "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True, window_size=(left, 0))": (
-            FEW,
-        ),
-        "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)": (ONE,),
-        "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, window_size=(left, 0))": (ONE,),
-        "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True)": (FEW,),
-        "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, cache_leftpad=pad, causal=True)": (FEW,),
-    },
-    "attn_bias": {
-        "LowerTriangularMask()": EVERY,
-        "LowerTriangularFromBottomRightMask()": EVERY,
-        "LowerTriangularFromBottomRightLocalAttentionMask(window)": EVERY,
-        "LocalAttentionFromBottomRightMask(left, right)": EVERY,
-        "BlockDiagonalMask.from_seqlens(lengths)": (SAME,),
-        "BlockDiagonalCausalMask.from_seqlens(lengths)": (SAME,),
-        "BlockDiagonalCausalMask.from_seqlens(lengths).make_local_attention(window)": (SAME,),
-    },
-    "NATTEN": {
-        "na1d(q, k, v, kernel_size=size)": (SAME,),
-        "na1d(q, k, v, kernel_size=size, dilation=rate)": (SAME,),
-        "na1d(q, k, v, kernel_size=size, is_causal=True)": (SAME,),
-        "na1d(q, k, v, kernel_size=size, dilation=rate, is_causal=True)": (SAME,),
-        "na2d(q, k, v, kernel_size=7)": (SAME,),
-        "na2d(q, k, v, kernel_size=(5, 8), stride=(2, 4), dilation=(2, 1))": (SAME,),
-        "na1d(q, k, v, kernel_size=size, rpb=numbers)": (SAME,),
-        "na2d(q, k, v, kernel_size=7, rpb=offsets)": (SAME,),
-        "na3d(q, k, v, kernel_size=3)": (SAME,),
-        "na3d(q, k, v, kernel_size=(3, 3, 5), is_causal=(True, False, False))": (SAME,),
-        "na3d(q, k, v, kernel_size=(3, 3, 5), rpb=steps)": (SAME,),
-    },
+SIZES: dict[str, tuple[tuple[int, int], ...]] = {
+    "F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n_queries, n_keys))": (SHORT, SAME),
+    "F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)": (),
+    "(q_idx >= kv_idx) | (kv_idx < prefixes[b])": (SAME,),
+    "document[q_idx] == document[kv_idx]": (SAME,),
+    "(of_row[b, q_idx] == of_row[b, kv_idx]) & (q_idx >= kv_idx)": (SAME,),
+    "flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)": EVERY,
+    "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True)": (FEW,),
+    "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True, window_size=(left, 0))": (FEW,),
+    "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)": (ONE,),
+    "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, window_size=(left, 0))": (ONE,),
+    "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True)": (FEW,),
+    "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, cache_leftpad=pad, causal=True)": (FEW,),
 }
-"""Each row that the page must have, with the lengths that it is run at."""
+"""The lengths that a row of the page is run at, if they are not those of all rows."""
+SQUARE = re.compile("varlen|BlockDiagonal|na[123]d")
+"""Rows with as many queries as keys."""
+
+
+def sizes_of(row: str) -> tuple[tuple[int, int], ...]:
+    return SIZES.get(row, (SAME,) if SQUARE.search(row) else EVERY)
+
+
 GROUPED = {"F.scaled_dot_product_attention(q, k, v, enable_gqa=True)", "flash_attn_func(q, k, v)"}
-CASES = [(heading, row, sizes) for heading, rows in TABLE.items() for row, shapes in rows.items() for sizes in shapes]
+CASES = [(heading, row, sizes) for heading, row in ROWS for sizes in sizes_of(row)]
 
 
 def page_names() -> dict[str, Any]:
@@ -430,8 +369,8 @@ def page_names() -> dict[str, Any]:
 def their_result(heading: str, cell: str, names: dict[str, Any], tensors: list[Tensor]) -> Tensor:
     """The left column, whose tensors are laid out as in its library, as `[B, H, N, D]`."""
     if heading in ("mask_mod", "score_mod"):
-        is_mask, row = heading == "mask_mod", list(TABLE[heading]).index(cell)
-        first = (names["n_queries"], names["n_keys"]) == TABLE[heading][cell][0]
+        is_mask, row = heading == "mask_mod", [row for of, row in ROWS if of == heading].index(cell)
+        first = (names["n_queries"], names["n_keys"]) == sizes_of(cell)[0]
         return flex(*tensors, cell, names, is_mask, call=first and (not is_mask or row < 2))
     if heading == "PyTorch":
         return eval(cell, {**names, **dict(zip("qkv", tensors, strict=True))})
@@ -473,28 +412,28 @@ def test_dropout_drops_as_often_and_scales_the_rest() -> None:
     v = torch.eye(64, dtype=torch.float64).expand(2, HEADS, -1, -1)
     weights = scores_of(q, k).softmax(-1)
     for call in (row, f"sparse_attention(q, k, v, {ROWS['PyTorch', row]})"):
-        left = eval(call, {**globals(), "q": q, "k": k, "v": v})
+        left = eval(call, {**globals(), **page_names(), "q": q, "k": k, "v": v})
         kept = left != 0
         assert relative_error(left, weights / 0.75 * kept) < EXACT
         assert abs(kept.double().mean().item() - 0.75) < 5 * (0.25 * 0.75 / kept.numel()) ** 0.5
 
 
-def test_the_page_and_the_tests_have_the_same_rows() -> None:
-    assert list(ROWS) == [(heading, row) for heading, rows in TABLE.items() for row in rows]
+def test_the_page_has_the_rows_of_each_library() -> None:
+    headings = [heading for heading, _ in ROWS]
+    assert {heading: headings.count(heading) for heading in headings} == {
+        "PyTorch": 12,
+        "mask_mod": 10,
+        "score_mod": 4,
+        "flash-attn": 21,
+        "attn_bias": 7,
+        "NATTEN": 11,
+    }
 
 
 def test_the_masks_of_xformers_are_as_defined_here() -> None:
     biases = pytest.importorskip("xformers.ops.fmha.attn_bias", reason="xformers has no wheel for this platform")
-    for cell, shapes in TABLE["attn_bias"].items():
-        for n_queries, n_keys in shapes:
+    for cell in (row for heading, row in ROWS if heading == "attn_bias"):
+        for n_queries, n_keys in sizes_of(cell):
             names = {"window": 20, "left": 20, "right": 9, "lengths": document_lengths(n_keys)}
             original = eval(cell, {**vars(biases), **names}).materialize((1, 1, n_queries, n_keys))
             assert torch.equal(original == 0, eval(cell, {**globals(), **names})(n_queries, n_keys)[None, None])
-
-
-def test_a_repeated_backward_pass_has_the_same_bits() -> None:
-    """flash-attn's `deterministic=True` is no option here."""
-    q, k, v = torch.randn(3, 2, HEADS, 300, DIM).requires_grad_().unbind()
-    cotangent = torch.randn(2, HEADS, 300, DIM)
-    first, again = (torch.autograd.grad(sparse_attention(q, k, v), (q, k, v), cotangent) for _ in range(2))
-    assert all(map(torch.equal, first, again))

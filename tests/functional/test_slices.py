@@ -6,29 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import relative_error
-from strategies import checkerboard
+from oracle import results, worst
 from torch import Tensor
 
 from ringtile import build_index, in_slices, sparse_attention
 from ringtile.functional import slices
 from ringtile.kernels import native
 from ringtile.modules import SparseTransformer
-from ringtile.patterns import Causal, Documents, Elements, Pattern, RandomBlocks, Segments, Window, from_mask, per_head
+from ringtile.patterns import Causal, Documents, Pattern, Segments, Window, from_mask, per_head
 
 BATCH, HEADS, KEY_HEADS, TOKENS = 3, 8, 4, 200
 TILES = torch.rand(HEADS, 2, 2, generator=torch.Generator().manual_seed(0)) < 0.7
 PATTERNS: dict[str, Any] = {
     "all pairs": None,
     "window": Causal() & Window(30),
-    "random": Causal() & RandomBlocks(1, block=16),
     "segments": Segments(64, 4),
     "per head": per_head([Window(n) for n in range(HEADS)]),
     "documents per row": Documents(ids=torch.arange(TOKENS) // torch.tensor([[30], [50], [300]])),
     "mask": from_mask(torch.rand(BATCH, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(0)) < 0.4),
-    "elements": Elements(checkerboard),
     "tiles": TILES,
-    "index": build_index(Causal() & Window(30), TOKENS, block=64),
     "index per head": build_index(per_head([Window(n) for n in range(HEADS)]), TOKENS, num_heads=HEADS),
     "index per row": build_index(
         Documents(ids=torch.arange(TOKENS) // torch.tensor([[30], [50], [300]])), TOKENS, num_heads=HEADS, batch=BATCH
@@ -48,32 +44,25 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(BATCH, count, TOKENS, 16).to(dtype).requires_grad_() for count in heads]
 
 
-def results(attend: Any, leaves: list[Tensor], pattern: Any, **options: Any) -> list[Tensor]:
-    """Output, lse, and the gradients of both."""
+def run(attend: Any, leaves: list[Tensor], pattern: Any, **options: Any) -> list[Tensor]:
     torch.manual_seed(0)
-    out, lse = attend(*leaves, pattern, enable_gqa=True, return_lse=True, **options)
-    grads = torch.autograd.grad([out, lse], leaves, [torch.randn(out.shape).to(out.dtype), torch.randn(lse.shape)])
-    return [out, lse, *grads]
+    return results(attend, leaves, pattern, enable_gqa=True, return_lse=True, **options)
 
 
 def check_slices(dtype: torch.dtype, pattern: Any, *counts: int, backend: str, **options: Any) -> None:
     leaves = inputs(dtype)
-    whole = results(sparse_attention, leaves, pattern, backend=backend, **options)
+    whole = run(sparse_attention, leaves, pattern, backend=backend, **options)
     for count in counts:
-        found = results(in_slices(count), leaves, pattern, backend=backend, **options)
-        if backend == "native":
-            assert all(map(torch.equal, found, whole)), count
-        else:
-            # Its chunks depend on the size of the call.
-            errors = [relative_error(x, y) for x, y in zip(found, whole, strict=True)]
-            assert max(errors) < 4 * torch.finfo(dtype).eps, count
+        found = run(in_slices(count), leaves, pattern, backend=backend, **options)
+        # The chunks of blockwise depend on the size of a call.
+        assert worst(found, whole) <= (0 if backend == "native" else 4 * torch.finfo(dtype).eps), count
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_slices_give_the_bits_of_one_call(name: str, backend: str) -> None:
-    # The whole, rows alone, single heads, rows and heads.
-    check_slices(torch.float32, PATTERNS[name], *((1, 3, 99) if backend == "native" else (99,)), backend=backend)
+    # Rows, single heads, rows and heads.
+    check_slices(torch.float32, PATTERNS[name], *((3, 99) if backend == "native" else (99,)), backend=backend)
     check_slices(torch.bfloat16, PATTERNS[name], 5, backend=backend)
 
 
@@ -84,7 +73,7 @@ def test_options_are_cut_with_the_tensors(option: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["all pairs", "per head", "documents per row", "index"])
+@pytest.mark.parametrize("name", ["per head", "index per row"])
 def test_slices_drop_the_weights_of_one_call(name: str, backend: str) -> None:
     numbers = {"head_at": torch.randperm(50)[:HEADS], "batch_at": torch.tensor([4, 4, 0])}
     for count, given in ((5, {}), (2, {"seed": 5}), (12, {"seed": torch.tensor([-3]), **numbers})):
@@ -98,9 +87,9 @@ def test_a_retry_drops_the_weights_of_the_first_attempt(monkeypatch: pytest.Monk
         return sparse_attention(query, *rest, **options)
 
     leaves = inputs(torch.float32)
-    whole = results(sparse_attention, leaves, Causal(), dropout_p=0.3)
+    whole = run(sparse_attention, leaves, Causal(), dropout_p=0.3)
     monkeypatch.setattr(slices, "sparse_attention", limited)
-    assert all(map(torch.equal, results(in_slices(), leaves, Causal(), dropout_p=0.3), whole))
+    assert all(map(torch.equal, run(in_slices(), leaves, Causal(), dropout_p=0.3), whole))
 
 
 def test_a_slice_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +121,9 @@ def test_more_slices_each_time_memory_runs_out(error: Exception, monkeypatch: py
         return sparse_attention(query, *rest, **options)
 
     leaves = inputs(torch.float32)
-    whole = results(sparse_attention, leaves, Causal())
+    whole = run(sparse_attention, leaves, Causal())
     monkeypatch.setattr(slices, "sparse_attention", limited)
-    assert all(map(torch.equal, results(in_slices(), leaves, Causal()), whole))
+    assert all(map(torch.equal, run(in_slices(), leaves, Causal()), whole))
     # Whole, 2 slices (of 2 rows and 1), 4 and 8 (of 4 heads), then 12 of 2 heads.
     assert tried == [24, 16, 4, 4, *[2] * 12]
     tried.clear()

@@ -20,6 +20,18 @@ CASES = list(covering())
 PARTS = 30
 FAULTS = """
 rule=window or chosen | option=is_causal | shape=no batch
+rule=all | shape=ragged | gradients=all, lse | form=index | backend=blockwise in parts
+rule=per head | option=dropout of a part | shape=from 7 | form=index | backend=blockwise in parts
+rule=window | shape=block + 1 | form=index | backend=blockwise
+rule=all | option=alibi | shape=from 7 | backend=blockwise
+rule=window | option=key_lengths | shape=ragged | backend=blockwise
+rule=causal | option=softcap | shape=from 0 | gradients=all, lse | form=index | backend=blockwise in parts
+rule=causal window | option=dropout | shape=from 7 | form=index | backend=native
+rule=chosen | option=key_mask | shape=ragged | backend=blockwise
+rule=chosen | option=alibi | shape=from 7 | gradients=all, lse | backend=blockwise
+rule=chosen | backend=reference
+rule=causal | shape=ragged | form=index | backend=native
+rule=chosen | option=dropout | backend=blockwise
 """.strip()
 """Cases that once failed or that a fault of tests/mutants.txt breaks."""
 

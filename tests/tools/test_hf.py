@@ -200,8 +200,8 @@ def test_a_name_is_asked_for_once(capsys, monkeypatch):
     assert loads == [True]
 
 
-KINDS = {"T5": 8, "BART": 8, "Whisper": None, "ModernBERT": None, "RoBERTa": None, "DeBERTa-v2": None, "MPNet": None}
-SPEECH = "Parakeet", "w2v-BERT", "wav2vec2-conformer", "WavLM"
+KINDS = {"T5": 8, "Whisper": None, "ModernBERT": None, "DeBERTa-v2": None}
+SPEECH = "Parakeet", "WavLM"
 KINDS |= dict.fromkeys(SPEECH)
 """Models that are no decoders alone, and how many tokens they generate from a text."""
 

@@ -1,13 +1,49 @@
-"""Every pair of a rule, an option, a shape, a dtype, a gradient, a form and a backend, against the oracle."""
+"""Every pair of a rule, an option, a shape, a dtype, a gradient, a form and a backend, against the oracle.
+
+Properties of the numbers, which the oracle cannot tell by its tolerance, hold for a sample of the same cases.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from itertools import islice
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, islice, product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from table import AXES, BACKENDS, OPTIONS, RULES, SHAPES, Case, covering, made, outcome, parsed, smallest
+from table import (
+    AXES,
+    BACKENDS,
+    CAUSAL,
+    LISTS,
+    OPTIONS,
+    REFUSALS,
+    RULES,
+    SHAPES,
+    Call,
+    Case,
+    Refusal,
+    actual,
+    attempt,
+    covering,
+    has_results,
+    made,
+    makes_sense,
+    outcome,
+    parsed,
+    refusal,
+    runs_here,
+    smallest,
+)
+from torch import Tensor
 
 import ringtile.patterns
 from ringtile import sparse_attention
@@ -18,6 +54,7 @@ from ringtile.testing import oracle
 
 CASES = list(covering())
 PARTS = 30
+FUZZ = Path(__file__).parents[2] / "scripts" / "fuzz.py"
 FAULTS = """
 rule=window or chosen | option=is_causal | shape=no batch
 rule=all | shape=ragged | gradients=all, lse | form=index | backend=blockwise in parts
@@ -32,11 +69,13 @@ rule=chosen | option=alibi | shape=from 7 | gradients=all, lse | backend=blockwi
 rule=chosen | backend=reference
 rule=causal | shape=ragged | form=index | backend=native
 rule=chosen | option=dropout | backend=blockwise
+rule=elements | option=is_causal | shape=block + 1 | gradients=none | form=cache
+rule=mask_mod | shape=no queries | backend=reference
+option=by query, by key | shape=no queries | gradients=bias | form=left padded | backend=reference
 """.strip()
 """Cases that once failed or that a fault of tests/mutants.txt breaks."""
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_pair(part: int) -> None:
@@ -53,10 +92,19 @@ def test_a_fault(line: str) -> None:
 
 def test_the_cases_meet_every_pair_and_are_the_same_every_time() -> None:
     assert list(covering()) == CASES
-    for first in AXES:
-        for second in AXES:
-            pairs = {(getattr(case, first), getattr(case, second)) for case in CASES}
-            assert first == second or len(pairs) == len(AXES[first]) * len(AXES[second])
+    for first, second in combinations(AXES, 2):
+        met = {(getattr(case, first), getattr(case, second)) for case in CASES}
+        for x, y in set(product(AXES[first], AXES[second])) - met:
+            assert not makes_sense(Case(**{"gradients": "none", first: x, second: y}))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("entry", REFUSALS, ids=lambda entry: entry.words)
+def test_a_refusal_occurs(entry: Refusal) -> None:
+    cases = [case for case in [*CASES, Case("window", "is_causal", "ragged", form="multihead")] if entry.cases(case)]
+    # One whose only reason it is, if there is one.
+    cases.sort(key=lambda case: len(refusal(case)))
+    assert any(re.search(entry.words, str(attempt(case)[1])) for case in cases[:20])
 
 
 def test_every_pattern_option_and_backend_has_a_row() -> None:
@@ -70,7 +118,107 @@ def test_every_pattern_option_and_backend_has_a_row() -> None:
     options = set().union(*(made(Case(option=option)).options for option in OPTIONS))
     of_call = {"query", "key", "value", "pattern", "start", "enable_gqa", "return_lse", "backend"}
     assert set(inspect.signature(sparse_attention).parameters) - of_call == options
-    assert set(NAMES) - set(BACKENDS) == {"triton", "flash", "fa4"}
+    assert set(NAMES) - set(BACKENDS) == {"flash", "fa4"}
+
+
+def sample(keep: Callable[[Case], object], size: int = 40) -> list[Case]:
+    """Plain calls with the other values of the cases, spread over all."""
+    cases = [replace(case, form="plain") for case in CASES]
+    chosen = [case for case in dict.fromkeys(cases) if runs_here(case) and has_results(case) and keep(case)]
+    return chosen[:: -(-len(chosen) // size)]
+
+
+def bits(case: Case, change: Callable[[Call], Call] = lambda call: call) -> dict[str, Tensor]:
+    return actual(change(made(case)))
+
+
+def unequal(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    return [name for name, x in first.items() if not torch.equal(x.nan_to_num(1e9), second[name].nan_to_num(1e9))]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_future_changes_no_bit_of_the_past() -> None:
+    def changed(call: Call) -> Call:
+        cut = call.shape.queries // 2
+        first = max(call.shape.first + cut, 0)
+        later = [
+            torch.cat([x[:, :, :n], x[:, :, n:] * 3 + 1], 2)
+            for x, n in zip(call[2:5], (cut, first, first), strict=True)
+        ]
+        return call._replace(query=later[0], key=later[1], value=later[2])
+
+    for case in sample(lambda c: c.rule in CAUSAL or c.option == "is_causal"):
+        case = replace(case, gradients="none")
+        before, after = (
+            {n: x[:, :, : x.shape[2] // 2] for n, x in bits(case, f).items()} for f in (lambda call: call, changed)
+        )
+        assert not unequal(before, after), case
+
+
+OF_ANY_HEAD = {"mask", "causal chosen", "chosen blocks", "neighborhood", "neighborhood of a grid"}
+OF_ANY_HEAD |= {"all", "causal", "window", "causal window", "strided", "global tokens", "global list", "dilated"}
+OF_ANY_HEAD |= {"block dilated", "sampled blocks", "complement", "documents", "per document"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_heads_and_batch_elements_change_places() -> None:
+    def turned(call: Call) -> Call:
+        options: dict[str, Any] = {n: x.flip(0) if isinstance(x, Tensor) else x for n, x in call.options.items()}
+        query, key, value = (x.flip(0, 1) for x in call[2:5])
+        return call._replace(query=query, key=key, value=value, options=options)
+
+    for case in sample(lambda c: c.rule in OF_ANY_HEAD and c.option != "dropout" and "bias" not in made(c).options):
+        case = replace(case, gradients="none")
+        after = {name: x.flip(0, 1) for name, x in bits(case, turned).items()}
+        assert not unequal(bits(case), after), case
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_threads_have_the_bits_of_one() -> None:
+    for case in sample(lambda c: SHAPES[c.shape].queries > 1):
+        one = bits(case)
+        torch.set_num_threads(2)
+        two = bits(case)
+        torch.set_num_threads(1)
+        assert not unequal(one, two), case
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_slices_have_the_bits_of_the_whole() -> None:
+    # The chunks of blockwise depend on the size of a call.
+    def keep(case: Case) -> bool:
+        is_native = case.backend.startswith("native") or (case.backend == "default" and case.rule not in LISTS)
+        return is_native and has_results(replace(case, form="slices"))
+
+    for case in sample(keep):
+        assert not unequal(
+            bits(case), bits(case, lambda call: call._replace(case=replace(call.case, form="slices")))
+        ), case
+
+
+INTERPRETED = [
+    Case(*line.strip().split(" / "), backend="triton")
+    for line in """
+        causal window / none / square / float32 / all, lse
+        per head / key_mask / from 7 / float32
+        mask_mod / key_lengths / ragged / float32
+        random blocks / dropout of a part / Dv != D / float16
+        segments / sinks / head_dim 1 / float32 / sinks
+        documents per batch / scale / strided / float32
+        complement / is_causal / more queries / float32
+        chosen / key_mask / square / float32
+        window or chosen / sinks / from 0 / float16
+        chosen blocks / none / one query / float32
+        all / key_mask, key_lengths / no keys / float32
+    """.strip().splitlines()
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_in_its_interpreter() -> None:
+    command = [sys.executable, FUZZ, "--replay", *map(str, INTERPRETED)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.stdout.split("\n") == ["right"] * len(INTERPRETED) + [""], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("change", ["scale", "pairs", "lse", "dropout", "softmax"])

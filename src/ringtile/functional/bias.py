@@ -230,7 +230,9 @@ def dense_bias(terms: Sequence[Term], n_queries: int, n_keys: int, start: int, s
             if term.of is None:
                 numbers = table[:, place].unsqueeze(0)
             else:
-                products = scale * (term.of.double() @ table.mT)
+                # A NaN of a token that takes no part must not reach the gradient of the table.
+                of, lost = term.of.double(), term.of.isnan().any(-1, keepdim=True)
+                products = (scale * (of.where(~lost, 0) @ table.mT)).where(~lost, math.nan)
                 place = place.T if term.by_key else place
                 numbers = products.gather(3, place.expand(*products.shape[:2], -1, -1))
                 numbers = numbers.mT if term.by_key else numbers

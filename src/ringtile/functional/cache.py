@@ -217,6 +217,10 @@ class LayerCache:
         num_heads = query.shape[1]
         seen, kept = self._kept(seen, new.position, num_heads)
         enable_gqa = num_heads != seen.key.shape[1]
+        if len(kept) > 1:
+            # A weight of 0 times a NaN in a key that other heads keep would be NaN.
+            read = kept.any(1).view(seen.key.shape[1], -1, len(seen.position)).any(1)[None, :, :, None]
+            seen = seen._replace(key=seen.key.where(read, 0), value=seen.value.where(read, 0))
         if len(kept) == len(new.position) == 1 and not self._masked:
             return F.scaled_dot_product_attention(query, seen.key, seen.value, enable_gqa=enable_gqa)
         if self._masked:

@@ -29,13 +29,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ringtile import ByKey, ByQuery, Grid, Relative, build_index, merge_attention, sparse_attention
 from ringtile.adaptive import AdaptiveAttention, Density
-from ringtile.index import clear_cache
-from ringtile.kernels.blockwise import chunks
 from ringtile.distributed import Layout, ring_attention
 from ringtile.functional import dilated_attention, in_slices
 from ringtile.functional.cache import LayerCache
+from ringtile.index import clear_cache
 from ringtile.integrations.transformers.attention import attend as attend_layer, read_pattern
 from ringtile.integrations.transformers.masks import pattern_mask
+from ringtile.kernels.blockwise import chunks
 from ringtile.modules import SparseMultiheadAttention
 from ringtile.patterns import (
     BlockDilated,
@@ -782,6 +782,12 @@ def _is_aligned(c: Case) -> bool:
     return SHAPES[c.shape].queries == SHAPES[c.shape].keys
 
 
+def _is_sized(c: Case, more: int) -> bool:
+    """True for a rule that does not have some keys more than the shape."""
+    n = SHAPES[c.shape].keys
+    return c.rule in SIZED and (c.rule != "blocks" or -(-n // 16) < -(-(n + more) // 16))
+
+
 def _is_row(c: Case) -> bool:
     """True for queries that are all tokens of a call."""
     s = SHAPES[c.shape]
@@ -882,7 +888,7 @@ REFUSALS = [
         lambda c: c.form in {"adaptive", "packed", "left padded", "slices"} | LONGNET and c.rule in LISTS,
         "expected (one with an index|Chosen once)",
     ),
-    Refusal(lambda c: c.form == "right padded" and c.rule in SIZED - {"blocks"}, "n_keys=45|keys|^mask of"),
+    Refusal(lambda c: c.form == "right padded" and _is_sized(c, 5), "n_keys=|as keys|^mask of"),
     Refusal(
         lambda c: c.form in ("right padded", "left padded", "packed") and c.option == "grid",
         "bias.shape: expected positive sizes",

@@ -71,6 +71,7 @@ rule=causal | shape=ragged | form=index | backend=native
 rule=chosen | option=dropout | backend=blockwise
 rule=elements | option=is_causal | shape=block + 1 | gradients=none | form=cache
 rule=mask_mod | shape=no queries | backend=reference
+rule=chosen blocks | shape=one token | form=two ranks
 option=by query, by key | shape=no queries | gradients=bias | form=left padded | backend=reference
 """.strip()
 """Cases that once failed or that a fault of tests/mutants.txt breaks."""
@@ -167,7 +168,14 @@ def test_heads_and_batch_elements_change_places() -> None:
         query, key, value = (x.flip(0, 1) for x in call[2:5])
         return call._replace(query=query, key=key, value=value, options=options)
 
-    for case in sample(lambda c: c.rule in OF_ANY_HEAD and c.option != "dropout" and "bias" not in made(c).options):
+    for case in sample(
+        lambda c: (
+            c.backend != "reference"
+            and c.rule in OF_ANY_HEAD
+            and c.option != "dropout"
+            and "bias" not in made(c).options
+        )
+    ):
         case = replace(case, gradients="none")
         after = {name: x.flip(0, 1) for name, x in bits(case, turned).items()}
         assert not unequal(bits(case), after), case
@@ -185,10 +193,10 @@ def test_two_threads_have_the_bits_of_one() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_slices_have_the_bits_of_the_whole() -> None:
-    # The chunks of blockwise depend on the size of a call.
+    # The chunks of blockwise depend on the size of a call, and the gradient of sinks is a sum over slices.
     def keep(case: Case) -> bool:
         is_native = case.backend.startswith("native") or (case.backend == "default" and case.rule not in LISTS)
-        return is_native and has_results(replace(case, form="slices"))
+        return is_native and case.gradients != "sinks" and has_results(replace(case, form="slices"))
 
     for case in sample(keep):
         assert not unequal(

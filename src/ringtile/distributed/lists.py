@@ -22,7 +22,9 @@ def values_in_keys(key: Tensor, value: Tensor) -> bool:
     """Return True if the values are the first dims of the keys in memory, as in latent attention."""
     if not (is_real(key) and is_real(value)) or key.shape[:3] != value.shape[:3] or value.shape[3] > key.shape[3]:
         return False
-    return key.data_ptr() == value.data_ptr() and key.stride() == value.stride()
+    # Tensors without elements are all at address 0, but a rank without tokens must say what the others say.
+    is_alike = key.data_ptr() == value.data_ptr() and key.stride() == value.stride()
+    return is_alike and (key.numel() > 0 or key.untyped_storage() is value.untyped_storage())
 
 
 class _Latents(torch.autograd.Function):

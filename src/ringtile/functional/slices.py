@@ -29,8 +29,9 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
     """Return `sparse_attention` that computes batch rows and heads one slice after another.
 
     Use it in place of `sparse_attention`, or as ``attend=`` of a module. Each slice needs only its share of a call's
-    temporary memory. The backward pass runs in the same slices, but does not retry. Outputs and gradients have the same
-    bits as one call. With ``backend="blockwise"``, whose chunks depend on the size of a call, the last bits can differ.
+    temporary memory. The backward pass runs in the same slices, but does not retry. Outputs and the gradients of
+    queries, keys and values have the same bits as one call. With ``backend="blockwise"``, whose chunks depend on the
+    size of a call, the last bits can differ. So can the gradient of sinks, which is a sum over slices.
 
     Args:
         slices: Number of slices, cut along the batch first, then along the key heads. Default: one, and twice as many

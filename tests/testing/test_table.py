@@ -208,16 +208,11 @@ INTERPRETED = [
     Case(*line.strip().split(" / "), backend="triton")
     for line in """
         causal window / none / square / float32 / all, lse
-        per head / key_mask / from 7 / float32
-        mask_mod / key_lengths / ragged / float32
-        random blocks / dropout of a part / Dv != D / float16
-        segments / sinks / head_dim 1 / float32 / sinks
-        documents per batch / scale / strided / float32
-        complement / is_causal / more queries / float32
-        chosen / key_mask / square / float32
-        window or chosen / sinks / from 0 / float16
-        chosen blocks / none / one query / float32
-        all / key_mask, key_lengths / no keys / float32
+        mask_mod / key_lengths / one query / float32 / none
+        random blocks / dropout of a part / head_dim 1 / float16 / none
+        per head / sinks / from 7 / float32 / none
+        window or chosen / key_mask / square / float32 / none
+        chosen blocks / none / one query / float32 / key
     """.strip().splitlines()
 ]
 

@@ -80,15 +80,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _REFUSED = re.compile(
     "is written by hand|No module named 'transformers|module transformers has no attribute|for .*, got none$"
     "|cannot import name '.*' from 'transformers|computes with it|does not support an attention implementation through"
+    "|Unrecognized model identifier"
 )
 _FAILS_THERE = {
     "test_beams_lookup_and_chunks[prompt_lookup_num_tokens]": "its lookup needs a token that ends",
     "test_every_change_of_earlier_keys_begins_anew": "its caches add to themselves",
-    "test_an_encoder_and_a_decoder_of_gemma[T5Gemma]": "its eager attention fails",
+    "test_a_model_computes_what_it_does_with_eager[T5Gemma-": "its eager attention fails",
+    "test_generation_is_that_of_eager[T5Gemma-": "its eager attention fails",
     "test_a_model_whose_source_is_not_known_is_built": "it reads the source itself",
     "test_models_that_cannot_run_are_refused_before_their_first_call": "it has more parts by hand",
     "test_a_model_computes_what_it_does_with_eager[Parakeet": "its eager attention is NaN for padding",
-    "test_float32_is_as_close_as_eager[Parakeet": "its eager attention is NaN for padding",
     "test_copies_and_switches[Parakeet": "its eager attention is NaN for padding",
     "test_a_model_computes_what_it_does_with_eager[DeBERTa-v2": "its scale is rounded in a script",
     "test_a_model_is_one_graph[MPNet": "its buckets break a graph",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +16,7 @@ from ringtile.index import BlockIndex
 from ringtile.kernels.reference import attention_reference
 from ringtile.patterns import Pattern
 from ringtile.patterns.base import TileGrid
+from ringtile.testing.oracle import attention
 
 SDPA_BUDGET = {torch.float32: 3.0, torch.bfloat16: 1.2, torch.float16: 1.2}
 """How many times torch's own error, from `sdpa_low_precision_error`, ours may be."""
@@ -113,6 +115,22 @@ def results(attend: Callable[..., Any], leaves: Sequence[Tensor], *arguments: An
 def worst(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest relative error of several tensors."""
     return max(map(relative_error, actual, expected))
+
+
+def weights_of(q: Tensor, k: Tensor, pairs: Tensor, scale: float | None = None) -> Tensor:
+    """The weights of dense attention over some pairs, float64 ``[B, H, Nq, Nk]``, 0 in rows without keys."""
+    of_key = torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1)
+    return attention(q, k, of_key, pairs, scale=scale)[0]
+
+
+def assert_near(found: Any, expected: Any, atol: float) -> None:
+    """The numbers of tensors differ by no more than ``atol``."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def refused(words: str) -> Any:
+    """A context that expects a ValueError with these words, a regular expression."""
+    return pytest.raises(ValueError, match=words)
 
 
 def rule_everywhere(pattern: Pattern, grid: TileGrid, head: int = 0) -> Tensor:

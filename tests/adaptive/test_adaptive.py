@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from oracle import kept_pairs, make_inputs
+from oracle import kept_pairs, make_inputs, refused, weights_of
 from pairs import all_pairs
 from torch import Tensor
 
@@ -35,7 +36,6 @@ from ringtile.adaptive import (
     TopK,
     TopP,
     View,
-    audit,
     budgets,
     select,
 )
@@ -43,8 +43,10 @@ from ringtile.adaptive.budgets import gains_of
 from ringtile.functional import Relative
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, Window, per_head
+from ringtile.testing.oracle import attention
 
 BLOCK = 16
+drawn = partial(make_inputs, 2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
 ALL: list[Scores] = [
     Probe(),
     Probe(1),
@@ -84,13 +86,6 @@ def row_of(base: BlockIndex) -> Tensor:
     return (base.start + torch.arange(base.n_queries)) // base.block - base.first_row
 
 
-def weights_of(q: Tensor, k: Tensor, pairs: Tensor, scale: float | None = None) -> Tensor:
-    """Dense attention weights over some pairs in float64, 0 for rows without keys."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).double()
-    logits = q.double() @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    return logits.masked_fill(~pairs, -math.inf).softmax(-1).nan_to_num(0)
-
-
 def by_tile(weights: Tensor) -> Tensor:
     """Sums over the keys of each tile."""
     n_keys = weights.shape[3]
@@ -103,7 +98,7 @@ def normalized(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("scores", "rule", "masked"), all_pairs(ALL, list(RULES), (False, True)), ids=str)
 def test_scores_are_shares_of_the_tiles_of_the_base(scores: Scores, rule: str, masked: bool) -> None:
-    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
+    q, k, _, _ = drawn()
     base = base_of(RULES[rule], 177, 201)
     key_mask = torch.rand(2, 201) < 0.8 if masked else None
     found = scores(View(q, k, base, key_mask, 0.4))
@@ -120,7 +115,7 @@ def test_scores_are_shares_of_the_tiles_of_the_base(scores: Scores, rule: str, m
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("rows", [3, "first"])
 def test_a_probe_is_the_exact_attention_of_its_rows(rule: Pattern, rows: Any) -> None:
-    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32, score_scale=2.0)
+    q, k, _, _ = drawn(score_scale=2.0)
     base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.7
     masses = by_tile(weights_of(q, k, kept_pairs(base, q, k, key_mask=key_mask)))
     found = Probe(rows)(View(q, k, base, key_mask))
@@ -163,7 +158,7 @@ def test_rounded_scores_are_the_root_mean_squares_of_all_rows_in_8_bits(
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES.values() if rule != Dense()], ids=str)
 def test_the_default_knows_no_token_after_a_row_of_tiles(rule: Pattern) -> None:
-    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
+    q, k, _, _ = drawn()
     base = base_of(rule, 177, 201)
     before = Choice().scores(View(q, k, base))
     for row in (0, 4, 9):
@@ -179,9 +174,9 @@ def test_the_default_knows_no_token_after_a_row_of_tiles(rule: Pattern) -> None:
 
 
 @pytest.mark.parametrize("scores", INFORMED, ids=repr)
-@pytest.mark.parametrize("rule", [RULES["causal"], RULES["window"]], ids=["causal", "window"])
-def test_autocast_rounds_queries_and_keys_and_no_score(scores: Scores, rule: Pattern) -> None:
+def test_autocast_rounds_queries_and_keys_and_no_score(scores: Scores) -> None:
     q, k, v, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.bfloat16)
+    rule = RULES["window"]
     index = select(q, k, scores, Density(0.4), base=rule, block=BLOCK)
     attend = AdaptiveAttention(scores, Density(0.4), block=BLOCK)
     with torch.autocast("cpu", torch.bfloat16):
@@ -199,27 +194,22 @@ def test_what_changes_scores_changes_no_choice() -> None:
 
 
 def summary_logits(scores: Blend | Box | Means, q: Tensor, k: Tensor, key_mask: Tensor) -> Tensor:
-    """Score of each query with the summary of each tile, one by one, float64 ``[B, H, Nq, C]``."""
-    out = torch.full((*q.shape[:3], -(-k.shape[2] // BLOCK)), -math.inf, dtype=torch.float64)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            for tile in range(out.shape[3]):
-                inside = slice(tile * BLOCK, (tile + 1) * BLOCK)
-                keys = k[b, h * k.shape[1] // q.shape[1], inside][key_mask[b, inside]].double()
-                if not len(keys):
-                    continue
-                rows = q[b, h].double()
-                mean = rows @ keys.mean(0)
-                box = rows.relu() @ keys.amax(0) - (-rows).relu() @ keys.amin(0)
-                score = {Blend: (mean + box) / 2, Box: box, Means: mean}[type(scores)]
-                out[b, h, :, tile] = score * q.shape[3] ** -0.5 + math.log(len(keys))
-    return out
+    """Score of each query with the summary of each tile, float64 ``[B, H, Nq, C]``."""
+    pad = -k.shape[2] % BLOCK
+    keys = F.pad(k.repeat_interleave(q.shape[1] // k.shape[1], 1).double(), (0, 0, 0, pad)).unflatten(2, (-1, BLOCK))
+    real = F.pad(key_mask, (0, pad)).unflatten(1, (-1, BLOCK))[:, None, :, :, None]
+    count, rows = real.sum((3, 4)), q.double()
+    mean = rows @ (keys.where(real, 0).sum(3) / count.clamp(min=1).unsqueeze(3)).mT
+    high, low = keys.where(real, -1e9).amax(3), keys.where(real, 1e9).amin(3)
+    box = rows.relu() @ high.mT - (-rows).relu() @ low.mT
+    score = {Blend: (mean + box) / 2, Box: box, Means: mean}[type(scores)]
+    return score * q.shape[3] ** -0.5 + count.double().log().unsqueeze(2)
 
 
 @pytest.mark.parametrize("scores", [Blend(), Blend("mean"), Blend(None), Box(), Box(None), Means(None)], ids=repr)
 @pytest.mark.parametrize("rule", [RULES["all pairs"], RULES["documents"]], ids=["all pairs", "documents"])
 def test_summaries_score_as_they_say(scores: Any, rule: Pattern) -> None:
-    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
+    q, k, _, _ = drawn()
     base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.5
     inside = base.tiles[:, :, row_of(base)]
     if scores.pool is None and rule != Dense():
@@ -236,9 +226,9 @@ def test_summaries_score_as_they_say(scores: Any, rule: Pattern) -> None:
 
 def test_means_of_queries_score_means_of_keys() -> None:
     q, k, _, _ = make_inputs(1, 4, 201, kv_heads=2, dtype=torch.float32)
-    base, every = base_of(Causal(), 201, 201, 1), torch.ones(1, 201, dtype=torch.bool)
+    base = base_of(Causal(), 201, 201, 1)
     mean = torch.stack([q[:, :, row_of(base) == tile].mean(2) for tile in range(base.n_rows)], 2)
-    logits = summary_logits(Means(None), mean, k, every).masked_fill(~base.tiles, -math.inf)
+    logits = summary_logits(Means(None), mean, k, torch.ones(1, 201) > 0).masked_fill(~base.tiles, -math.inf)
     assert torch.allclose(Means()(View(q, k, base)).double(), logits.softmax(-1), atol=1e-6)
 
 
@@ -260,13 +250,13 @@ def test_antidiagonals_are_summed() -> None:
     assert isinstance(logits, Tensor)
     expected = logits.softmax(-1).unflatten(3, (-1, 4)).sum(4).unflatten(2, (-1, 4)).sum(3)
     assert torch.allclose(Antidiagonal(4)(View(q, k, base)).double(), normalized(expected), atol=1e-6)
-    with pytest.raises(ValueError, match="stride: expected a divisor of block=16, got 5"):
+    with refused("stride: expected a divisor of block=16, got 5"):
         Antidiagonal(5)(View(q, k, base))
 
 
 @pytest.mark.parametrize("scores", INFORMED, ids=repr)
 def test_scores_find_a_far_tile_that_all_rows_want(scores: Scores) -> None:
-    q, k, v, _ = make_inputs(1, 2, 1024, head_dim=32, dtype=torch.float32)
+    q, k, _, _ = make_inputs(1, 2, 1024, head_dim=32, dtype=torch.float32)
     wanted = torch.randint(2, 20, (2,))
     for head, tile in enumerate(wanted.tolist()):
         inside = slice(tile * BLOCK, (tile + 1) * BLOCK)
@@ -278,30 +268,16 @@ def test_scores_find_a_far_tile_that_all_rows_want(scores: Scores) -> None:
     blind = select(q, k, Shuffled(), TopK(6), is_causal=True, block=BLOCK)
     by_chance = blind.tiles[0].gather(2, wanted[:, None, None].expand(-1, index.n_rows, 1)).squeeze(2)
     assert by_chance[:, 24:].float().mean() < 0.3
-    reports = [audit(q, k, v, x, rows=200) for x in (index, blind)]
-    assert reports[0].mean > reports[1].mean + 0.1
 
 
-@pytest.mark.parametrize(
-    ("scores", "rule", "budget", "masked"), all_pairs(ALL, list(RULES), FULL, (False, True)), ids=str
-)
-def test_a_full_budget_has_the_bits_of_the_base(scores: Scores, rule: str, budget: Budget, masked: bool) -> None:
-    q, k, v, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
-    base, key_mask = base_of(RULES[rule], 177, 201), torch.rand(2, 201) < 0.8 if masked else None
-    expected = sparse_attention(q, k, v, base, key_mask=key_mask, enable_gqa=True)
+@pytest.mark.parametrize("budget", FULL, ids=str)
+@pytest.mark.parametrize("scores", [Rounded(), Blend(None), Sum(Probe("first"), Recent())], ids=repr)
+def test_a_full_budget_has_the_bits_of_the_base(scores: Scores, budget: Budget) -> None:
+    q, k, v, _ = drawn()
+    options: dict[str, Any] = {"key_mask": torch.rand(2, 201) < 0.8, "enable_gqa": True}
+    base = base_of(RULES["heads"], 177, 201)
     attend = AdaptiveAttention(scores, budget, block=BLOCK, first=0, local=0)
-    assert torch.equal(attend(q, k, v, base, key_mask=key_mask, enable_gqa=True), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_attention_is_exact_over_the_chosen_tiles_in_every_dtype(dtype: torch.dtype) -> None:
-    q, k, v, _ = make_inputs(1, 4, 177, 201, kv_heads=2, dtype=dtype)
-    index = select(q, k, budget=Density(0.3), is_causal=True, block=BLOCK)
-    assert 0.3 < index.tile_density < 0.6
-    out = AdaptiveAttention(budget=Density(0.3), block=BLOCK)(q, k, v, is_causal=True, enable_gqa=True)
-    assert torch.equal(out, sparse_attention(q, k, v, index, enable_gqa=True))
-    exact = weights_of(q, k, index.to_dense()) @ v.repeat_interleave(2, 1).double()
-    assert (out.double() - exact).abs().max() < {torch.float64: 1e-12, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    assert torch.equal(attend(q, k, v, base, **options), sparse_attention(q, k, v, base, **options))
 
 
 @st.composite
@@ -323,29 +299,25 @@ def test_budgets_keep_the_best_tiles_of_each_row(problem: tuple[Tensor, Tensor, 
     for budget in (Density(each), Density(each[0]), TopK(count), TopP(share), Threshold(share), Threshold(each)):
         keep = budget.keep(scores, allowed, forced)
         assert keep.shape == scores.shape
-        for b, h, r in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(scores.shape[2])).tolist():
-            row, kept = scores[b, h, r], keep[b, h, r]
-            some, must = allowed[0, h, r], allowed[0, h, r] & forced[r]
-            assert not (kept & ~some).any()
-            assert (kept | ~must).all()
-            free = kept & ~must
-            left = row[some & ~kept]
-            if free.any() and left.numel():
-                assert row[free].min() >= left.max()
-            n = int(some.sum())
-            if isinstance(budget, Density):
-                part = each[h] if isinstance(budget.density, tuple) else each[0]
-                assert kept.sum() == max(math.ceil(part * n - 1e-9), int(must.sum()))
-            elif isinstance(budget, TopK):
-                assert kept.sum() == max(min(count, n), int(must.sum()))
-            elif isinstance(budget, Threshold):
-                least = budget.least[h] if isinstance(budget.least, tuple) else budget.least
-                assert torch.equal(kept, some & (must | (row >= torch.tensor(least))))
-            elif row.sum():
-                assert row[kept].sum() >= share - 1e-5
-                if free.any():
-                    # Without the tile that crosses, it would be too little.
-                    assert row[kept].sum() - row[free].min() < share + 1e-5
+        must = (allowed & forced).expand_as(keep)
+        free, left, total = keep & ~must, allowed & ~keep, allowed.sum(3).double()
+        assert not (keep & ~allowed).any()
+        assert not (must & ~keep).any()
+        worst = scores.masked_fill(~free, math.inf).amin(3)
+        assert (worst >= scores.masked_fill(~left, -math.inf).amax(3)).all()
+        if isinstance(budget, Density):
+            parts = budget.density if isinstance(budget.density, tuple) else (budget.density,) * 2
+            counts = torch.stack([(part * total[0, h] - 1e-9).ceil() for h, part in enumerate(parts)])
+            assert torch.equal(keep.sum(3).double(), torch.maximum(counts, must.sum(3)))
+        elif isinstance(budget, TopK):
+            assert torch.equal(keep.sum(3).double(), torch.maximum(total.clamp(max=count), must.sum(3)))
+        elif isinstance(budget, Threshold):
+            assert torch.equal(keep, allowed & (must | (scores >= torch.tensor(budget.least).view(-1, 1, 1))))
+        else:
+            mass, some = (scores * keep).sum(3), scores.sum(3) > 0
+            assert (mass >= share - 1e-5)[some].all()
+            # Without the tile that crosses, it would be too little.
+            assert (mass - worst < share + 1e-5)[some].all()
 
 
 @settings(max_examples=60)
@@ -403,7 +375,7 @@ def test_a_budget_by_head_and_forced_tiles_count() -> None:
 
 @pytest.mark.parametrize("scores", [Probe(), Blend(None)], ids=repr)
 def test_last_queries_and_short_inputs_are_dense(scores: Scores) -> None:
-    q, k, v, _ = make_inputs(1, 4, 250, dtype=torch.float32)
+    q, k, _, _ = make_inputs(1, 4, 250, dtype=torch.float32)
     options: dict[str, Any] = {"is_causal": True, "scores": scores, "block": BLOCK}
     index = select(q, k, budget=Density(0.1), last_dense=20, **options)
     pairs = index.to_dense()[0]
@@ -416,8 +388,6 @@ def test_last_queries_and_short_inputs_are_dense(scores: Scores) -> None:
     assert (pairs[:, 97:117].sum(2) < 150).all()
     assert select(q, k, min_length=251, **options) is build_index(Causal(), 250, num_heads=4, block=BLOCK)
     assert select(q, k, budget=Density(0.1), min_length=250, **options).tile_density < 0.5
-    whole = AdaptiveAttention(scores, min_length=300, block=BLOCK)(q, k, v, is_causal=True)
-    assert torch.equal(whole, sparse_attention(q, k, v, is_causal=True))
 
 
 def changed(scores: Scores, budget: Budget, start: int, **options: Any) -> int:
@@ -452,29 +422,12 @@ def test_the_future_changes_nothing_where_scores_are_causal_safe(
     assert changed(scores, budget, start, last_dense=last_dense) == 0
 
 
-class _WholeMap(Density):
-    """A budget that ranks all rows together."""
-
-    def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-        flat = scores.flatten(2)
-        least = flat.topk(int(0.15 * flat.shape[2])).values[..., -1:, None]
-        return allowed & (scores >= least)
-
-
-def test_the_future_is_seen_to_change_what_looks_at_it() -> None:
-    looking = [Probe(), Blend(), Blend("mean"), Box(), Means(), Antidiagonal(4), Sum(Probe("first"), Blend())]
-    for scores in (*looking, Rounded()):
-        assert not scores.causal_safe
-        assert changed(scores, Density(0.3), 0) >= 2, scores
-    assert changed(Probe("first"), _WholeMap(0.3), 0) >= 6
-
-
 def test_training_refuses_to_choose_by_the_future() -> None:
     q, k, v, _ = make_inputs(1, 2, 100, dtype=torch.float32)
     q.requires_grad_()
-    with pytest.raises(ValueError, match=r"scores, budget: Rounded\(\) chooses by later tokens, which training"):
+    with refused(r"scores, budget: Rounded\(\) chooses by later tokens, which training"):
         AdaptiveAttention(block=BLOCK)(q, k, v, is_causal=True)
-    with pytest.raises(ValueError, match=r"scores, budget: Controller\(0.9, .* chooses by later tokens"):
+    with refused(r"scores, budget: Controller\(0.9, .* chooses by later tokens"):
         AdaptiveAttention(Probe("first"), Controller(0.9), block=BLOCK)(q, k, v, is_causal=True)
     for options, how in (
         ({}, {"is_causal": False}),
@@ -485,19 +438,6 @@ def test_training_refuses_to_choose_by_the_future() -> None:
         AdaptiveAttention(block=BLOCK, **options)(q, k, v, **how).sum().backward()
     with torch.no_grad():
         AdaptiveAttention(block=BLOCK)(q, k, v, is_causal=True)
-
-
-@pytest.mark.parametrize("scores", [Probe("first"), Blend(None)], ids=repr)
-def test_gradients_are_those_of_the_chosen_pairs(scores: Scores) -> None:
-    q, k, v, grad_out = make_inputs(1, 2, 70, head_dim=4)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    attend = AdaptiveAttention(scores, Density(0.4), block=BLOCK, local=0)
-    pairs = select(q.detach(), k.detach(), scores, Density(0.4), is_causal=True, block=BLOCK, local=0).to_dense()
-    assert pairs.float().mean() < 0.4
-    found = torch.autograd.grad(attend(q, k, v, is_causal=True), leaves, grad_out)
-    exact = (q @ k.mT / 2).masked_fill(~pairs, -math.inf).softmax(-1) @ v
-    for x, y in zip(found, torch.autograd.grad(exact, leaves, grad_out), strict=True):
-        assert (x - y).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("scores", ALL, ids=repr)
@@ -560,7 +500,7 @@ def test_padding_takes_no_key_from_a_token(scores: Scores, rule: str, poison: fl
     if isinstance(scores, Means | Antidiagonal | Rounded) and not scores.per_token:
         live = F.pad(pairs.any(3), (0, -109 % BLOCK)).unflatten(2, (-1, BLOCK)).any(3)
         assert found.sum(3)[live.expand(-1, 4, -1)].min() > 0.999
-    exact = weights_of(*clean[:2], pairs) @ clean[2].repeat_interleave(2, 1).double()
+    exact, _ = attention(*clean, pairs)
     options: dict[str, Any] = {"key_mask": key_mask, "enable_gqa": True}
     out = AdaptiveAttention(scores, Density(1.0), block=BLOCK, first=0, local=0)(q, k, v, base, **options)
     assert (out.double() - exact).masked_fill(padding, 0).abs().max() < 1e-5
@@ -609,11 +549,11 @@ def test_wrong_arguments_are_named() -> None:
         ),
         ({"budget": Density((0.1, 0.2))}, "density: expected one number, or one for each of 4 heads"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             select(q, k, **options)
-    with pytest.raises(ValueError, match="start: adaptive attention takes"):
+    with refused("start: adaptive attention takes"):
         AdaptiveAttention()(q, k, v, enable_gqa=True, start=3)
-    with pytest.raises(ValueError, match="key: expected the query's heads"):
+    with refused("key: expected the query's heads"):
         AdaptiveAttention()(q, k, v)
     for make, message in (
         (lambda: Probe(0), "rows: expected a positive integer or 'first', got 0"),
@@ -633,7 +573,7 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: Controller(1.0), "quality: expected a number between 0 and 1"),
         (lambda: Controller(0.95, rows=18), "rows: expected at least 19 for quality=0.95, got 18"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             make()
 
 
@@ -643,12 +583,12 @@ def test_each_layer_has_its_own_attention_and_nothing_learned_is_shared() -> Non
     model = SparseTransformer(2, 16, 2, attend=each, **sizes)
     assert [layer.attend for layer in model.layers] == each
     assert model(torch.randn(1, 100, 16)).shape == (1, 100, 16)
-    with pytest.raises(ValueError, match="attend: expected one, or one for each of num_layers=3 layers, got 2"):
+    with refused("attend: expected one, or one for each of num_layers=3 layers, got 2"):
         SparseTransformer(3, 16, 2, attend=each, **sizes)
     counting = AdaptiveAttention()
     counting.stateful = True
     for attend in (torch.nn.Linear(2, 2), counting):
-        with pytest.raises(ValueError, match="would share what it learns"):
+        with refused("would share what it learns"):
             SparseTransformer(2, 16, 2, attend=attend, **sizes)
         SparseTransformer(1, 16, 2, attend=attend, **sizes)
     SparseTransformer(2, 16, 2, attend=AdaptiveAttention(budget=Controller(0.9)), **sizes)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
 import pytest
 import torch
-from oracle import kept_pairs, make_inputs
-from torch import Tensor
+from oracle import kept_pairs, make_inputs, refused, weights_of
 
 from ringtile.adaptive import audit
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Documents, Pattern, Window, per_head
+from ringtile.testing.oracle import attention
 
 N = 150
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Weights and outputs of dense attention over some pairs, all rows."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    weights = scores.masked_fill(~pairs, -math.inf).softmax(-1).nan_to_num(0)
-    return weights, weights @ v
 
 
 CASES: dict[str, tuple[Pattern, Pattern, dict[str, Any]]] = {
@@ -47,9 +37,10 @@ def test_figures_are_those_of_dense_attention(
     key_mask = (torch.rand(2, N) < 0.7) & (torch.arange(N) > 30) if masked else None
     report = audit(q, k, v, index, rows=50, seed=3, key_mask=key_mask, **options)
     allowed = kept_pairs(envelope, q, k, key_mask=key_mask)
-    weights, whole = exact(q, k, v, allowed, options.get("scale"))
     kept = kept_pairs(index, q, k, key_mask=key_mask)
-    _, out = exact(q, k, v, kept, options.get("scale"))
+    scale = options.get("scale")
+    out, whole = (attention(q, k, v, pairs, scale=scale)[0] for pairs in (kept, allowed))
+    weights = weights_of(q, k, allowed, scale)
     rows = report.rows
     assert len(rows.unique()) == 50
     recall = (weights * kept).sum(-1)[:, :, rows]
@@ -131,9 +122,9 @@ def test_invalid_calls_are_refused() -> None:
         ({"key_mask": torch.ones(N, dtype=torch.bool)}, r"key_mask: expected shape \(1, 150\)"),
         ({"reference": build_index(Causal(), N, block=16)}, "reference: expected the lengths"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             audit(q, k, v, index, **options)
-    with pytest.raises(ValueError, match=r"index: expected an index with n_queries=149, n_keys=150"):
+    with refused(r"index: expected an index with n_queries=149, n_keys=150"):
         audit(q[:, :, 1:], k, v, index)
-    with pytest.raises(ValueError, match="recall: expected a number between 0 and 1, got 95"):
+    with refused("recall: expected a number between 0 and 1, got 95"):
         audit(q, k, v, index).below(95)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from families import registered
 from test_site import assert_same_picture, script
-from test_transformers import registered
 from tiny import ENCODER, hf
 
 

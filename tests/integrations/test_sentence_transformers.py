@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import randomized, registered
+from oracle import refused
 from test_docs import snippets
-from test_transformers import randomized, registered
 from tiny import DECODER, ENCODER, MODELS, Lazily, hf
 
 from ringtile.integrations.transformers import use_ringtile
@@ -90,12 +91,12 @@ def test_embeddings_are_those_of_pytorchs_attention(name: str, tmp_path: Path) -
     expected = loaded("SentenceTransformer", folder, plain, dtype).encode(TEXTS)
     assert expected.shape == (len(TEXTS), 64)
     if name in BY_HAND:
-        with pytest.raises(ValueError, match=r"attn_implementation='ringtile': .* call use_ringtile\(model\)"):
+        with refused(r"attn_implementation='ringtile': .* call use_ringtile\(model\)"):
             loaded("SentenceTransformer", folder, "ringtile")
         model = loaded("SentenceTransformer", folder, None, dtype)
         use_ringtile(model.transformers_model)
         assert np.abs(model.encode(TEXTS) - expected).max() <= bound
-        with pytest.raises(ValueError, match=r"^pack: .* has its own, got True"):
+        with refused(r"^pack: .* has its own, got True"):
             use_ringtile(model.transformers_model, pack=True)
         return
     model = loaded("SentenceTransformer", folder, "ringtile")
@@ -110,7 +111,7 @@ def test_embeddings_are_those_of_pytorchs_attention(name: str, tmp_path: Path) -
     assert {shape[0] for shape in shapes} == {1}
 
 
-@pytest.mark.parametrize("name", ["ModernBERT", "XLM-R", "Qwen3", "Longformer", "BigBird"])
+@pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "Longformer"])
 def test_a_reranker_scores_as_with_pytorchs_attention(name: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path, "AutoModelForSequenceClassification")
     plain = None if name in BY_HAND else "sdpa"
@@ -125,19 +126,6 @@ def test_a_reranker_scores_as_with_pytorchs_attention(name: str, tmp_path: Path)
     if name not in BY_HAND:
         use_ringtile(model.transformers_model, pack=True)
         assert np.abs(model.predict(pairs) - expected).max() <= bound
-
-
-@pytest.mark.parametrize("name", ["ModernBERT", "XLM-R", "Qwen3"])
-def test_bfloat16_embeddings_are_as_close_as_pytorchs(name: str, tmp_path: Path) -> None:
-    folder = save(name, tmp_path)
-    plain = loaded("SentenceTransformer", folder, "sdpa", torch.bfloat16)
-    theirs = plain.encode(TEXTS, convert_to_tensor=True).double()
-    exact = plain.double().encode(TEXTS, convert_to_tensor=True)
-    model = loaded("SentenceTransformer", folder, "ringtile", torch.bfloat16)
-    use_ringtile(model.transformers_model, pack=True)
-    ours = model.encode(TEXTS, convert_to_tensor=True)
-    assert ours.dtype == torch.bfloat16
-    assert (ours - exact).norm() <= 1.2 * (theirs - exact).norm()
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import SDPA_BUDGET, oracle, relative_error, sdpa_low_precision_error
-from test_transformers import randomized
+from families import built
+from oracle import SDPA_BUDGET, assert_near, oracle, refused, relative_error, sdpa_low_precision_error
 from tiny import config_of
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -59,15 +59,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def built(name: str, **change: Any) -> Any:
-    made, config = config_of(name, **change)
-    torch.manual_seed(0)
-    model = made._from_config(config, attn_implementation="eager")
-    # Experts have no float64 otherwise.
-    model.set_experts_implementation("eager")
-    return randomized(model).double()
-
-
 def prompts() -> list[list[int]]:
     return [torch.randint(3, 97, (n,)).tolist() for n in LENGTHS]
 
@@ -90,11 +81,12 @@ def compare(model: Any, tokens: int = 64, given: Any = None) -> None:
         assert mine.prompt_ids == prompt
         assert mine.generated_tokens == expected.tolist()
         logs = torch.stack(alone.logits)[:, 0].log_softmax(1)[torch.arange(STEPS), expected]
-        torch.testing.assert_close(torch.tensor(mine.logprobs, dtype=logs.dtype), logs, rtol=0, atol=1e-6)
+        assert_near(torch.tensor(mine.logprobs, dtype=logs.dtype), logs, 1e-6)
 
 
-@pytest.mark.parametrize("tokens", [16, 128])
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "gpt-oss", "Qwen3"])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [*((name, 16) for name in ("Mistral", "Gemma2", "gpt-oss")), ("Llama", 128), ("Mistral", 128)]
+)
 def test_requests_together_get_what_each_gets_alone(name: str, tokens: int) -> None:
     compare(built(name), tokens)
 
@@ -215,18 +207,16 @@ def test_pages_that_lie_too_far_apart_or_belong_to_two_are_gathered() -> None:
 ROUNDINGS = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
-@pytest.mark.parametrize("head_dim", [7, 64])
-def test_int8_rounds_by_half_a_step(head_dim: int) -> None:
-    x = torch.randn(3, 50, head_dim) * 10 ** torch.linspace(-6, 6, 50).unsqueeze(1)
+def test_int8_rounds_by_half_a_step() -> None:
+    x = torch.randn(3, 50, 7) * 10 ** torch.linspace(-6, 6, 50).unsqueeze(1)
     x[0, 0] = 0
     held = rounded(x, torch.int8)
-    assert held.shape == (3, 50, head_dim + 4)
+    assert held.shape == (3, 50, 7 + 4)
     found = restored(held, torch.float32)
     assert ((found - x).abs() <= x.abs().amax(-1, keepdim=True) * (1 / 254 + 1e-6)).all()
-    assert found[0, 0].eq(0).all()
     # The largest number of a token and head has all 127 steps, and another token changes nothing.
     assert held[..., :-4].abs().amax(-1)[x.any(-1)].eq(127).all()
-    torch.testing.assert_close(restored(rounded(x[:, 7:8], torch.int8), torch.float32), found[:, 7:8], rtol=0, atol=0)
+    assert torch.equal(restored(rounded(x[:, 7:8], torch.int8), torch.float32), found[:, 7:8])
     x[1, 2, 3] = math.inf
     assert not restored(rounded(x, torch.int8), torch.float32)[1, 2].isfinite().all()
 
@@ -259,18 +249,6 @@ def test_rounded_pages_lose_what_rounding_of_keys_and_values_loses(
     assert max(lost) < 0.01
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize(("name", "tokens"), [("Llama", 16), ("Mistral", 128), ("Gemma2", 128), ("gpt-oss", 16)])
-def test_requests_in_rounded_pages(name: str, rounding: str, tokens: int) -> None:
-    given, exact = prompts(), built(name)
-    together, alone = served(exact, given, tokens, cache=rounding), served(exact, given, tokens)
-    for mine, other in zip(together, alone, strict=True):
-        assert mine.error is None
-        same = next((n for n in range(STEPS) if mine.generated_tokens[n] != other.generated_tokens[n]), STEPS)
-        torch.testing.assert_close(mine.logprobs[:same], other.logprobs[:same], rtol=0, atol=0.1)
-    assert [each.logprobs for each in together] != [each.logprobs for each in alone]
-
-
 @pytest.mark.parametrize(("rounding", "bytes_of_head"), [(None, 64), ("bfloat16", 32), ("int8", 20)])
 def test_memory_of_rounded_pages(rounding: Any, bytes_of_head: int, caches: Any, calls: Any) -> None:
     served(built("Llama").float(), prompts(), cache=rounding)
@@ -298,7 +276,7 @@ def test_other_models_keep_their_pages(caches: Any) -> None:
 
 
 def test_roundings_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"cache: expected one of .*int8.* or None, got 'int4'"):
+    with refused(r"cache: expected one of .*int8.* or None, got 'int4'"):
         continuous_batching(built("Llama"), cache="int4").__enter__()  # type: ignore[arg-type]
     monkeypatch.delattr(pages, "ATTN_TYPE_TO_ALLOCATOR")
     with pytest.raises(ImportError, match=r"expected ATTN_TYPE_TO_ALLOCATOR for rounded pages"):
@@ -307,11 +285,11 @@ def test_roundings_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_served_is_refused() -> None:
     model = built("Llama")
-    with pytest.raises(ValueError, match="cache: expected a call of continuous batching"), continuous_batching(model):
+    with refused("cache: expected a call of continuous batching"), continuous_batching(model):
         model(torch.randint(3, 97, (1, 9)))
     assert model.config._attn_implementation == "eager"
     adaptive = use_ringtile(built("Llama"), attend=lambda *given, **named: sparse_attention(*given, **named))
-    with pytest.raises(ValueError, match="attend: expected None"), continuous_batching(adaptive):
+    with refused("attend: expected None"), continuous_batching(adaptive):
         pass
 
 
@@ -321,5 +299,5 @@ def test_a_window_has_forgotten_what_a_pattern_keeps() -> None:
 
 
 def test_kinds_of_layers_without_a_paged_cache() -> None:
-    with pytest.raises(ValueError, match="chunked_attention"):
+    with refused("chunked_attention"):
         served(built("Llama 4"), prompts())

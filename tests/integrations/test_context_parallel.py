@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from families import model_of
 from oracle import refused
 from processes import counted_traffic, on_ranks
 from tiny import DECODER, config_of, hf
@@ -27,27 +28,8 @@ WINDOW = 40
 SIZES = dict(max_position_embeddings=4096, sliding_window=WINDOW, attention_chunk_size=100, attention_dropout=0.0)
 
 
-@cache
-def weights(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    kind, config = config_of(name, **SIZES)
-    model = kind._from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for p in model.parameters():
-            # Sinks, norms and biases that matter.
-            p.add_(torch.randn(p.shape, generator=generator) * (0.1 if p.dim() > 1 else 0.3))
-    return model
-
-
 def new_model(name: str, dtype: torch.dtype = torch.float32, **change: Any) -> Any:
-    kind, config = config_of(name, **SIZES | change)
-    model = kind._from_config(config, attn_implementation="eager").to(dtype)
-    model.load_state_dict(weights(name).state_dict())
-    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-        # Grouped matmuls support no float64.
-        model.set_experts_implementation("eager")
-    return model.train()
+    return model_of(*config_of(name, **SIZES | change), "eager", dtype).train()
 
 
 @contextmanager
@@ -149,7 +131,6 @@ def error_of(found: Step, wanted: Step, kind: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("name", "kind", "ranks", "layout"),
     [
-        ("Mistral", "left", 2, "contiguous"),
         ("Gemma3", "packed", 4, "zigzag"),
         ("gpt-oss", "right", 4, "zigzag"),
         ("gpt-oss", "packed", 2, "contiguous"),
@@ -215,19 +196,13 @@ def test_packed_documents_of_gpt_oss_see_one_another_as_in_transformers() -> Non
     assert error_of(apart, wanted, "packed")[0] > 0.01
 
 
-def test_a_pattern_counts_from_the_first_real_token_of_the_whole_row() -> None:
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_a_pattern_counts_from_the_first_token_of_the_whole_row_or_document(kind: str) -> None:
     pattern = Window(30) | GlobalTokens(5)
-    wanted = step_alone(use_ringtile(new_model("Mistral"), pattern), "left")
-    found = step_shared([new_model("Mistral") for _ in range(2)], "left", "zigzag", pattern=pattern)
-    assert max(error_of(found, wanted, "left")) < 1e-5
-    assert error_of(found, expected("Mistral", torch.float32, "left"), "left")[0] > 0.01
-
-
-def test_a_pattern_begins_anew_in_each_document_of_the_whole_row() -> None:
-    pattern = Window(30) | GlobalTokens(5)
-    wanted = step_alone(use_ringtile(new_model("Mistral"), pattern), "packed")
-    found = step_shared([new_model("Mistral") for _ in range(2)], "packed", "zigzag", pattern=pattern)
-    assert max(error_of(found, wanted, "packed")) < 1e-5
+    wanted = step_alone(use_ringtile(new_model("Mistral"), pattern), kind)
+    found = step_shared([new_model("Mistral") for _ in range(2)], kind, "zigzag", pattern=pattern)
+    assert max(error_of(found, wanted, kind)) < 1e-5
+    assert error_of(found, expected("Mistral", torch.float32, kind), kind)[0] > 0.01
 
 
 def test_dropout_of_attention_is_that_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,8 @@ def _registered() -> Iterator[None]:
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_model_computes_in_float32_what_it_does_with_eager(name: str) -> None:
     """Gradients are compared by module: that of a scale alone is a sum which can nearly vanish."""
-    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(KINDS.get(name, "left"))
-    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
-    models = both(name, torch.float32)
-    first, second = (outcome(model, mask, inputs) for model in models)
+    inputs, mask = inputs_of(name, KINDS.get(name, "left"))
+    first, second = (outcome(model, mask, inputs) for model in both(name, torch.float32))
     assert_near(second.pop("output"), first.pop("output"), 1e-5)
     for module in {key.rpartition(".")[0] for key in first}:
         grads = [
@@ -217,7 +215,7 @@ def test_losses_of_drawn_queries_and_models_without_indexers() -> None:
     assert all(loss.isfinite() and loss > 0 for loss in losses)
     assert not any(name == "_ringtile_learning" for module in model.modules() for name in module.__dict__)
     none = {"layer_types": ["heavily_compressed_attention"] * 2}
-    for wrong in (built("deepseek_v4", "use_ringtile", **none), built("deepseek_v32", "name")):
+    for wrong in (built("deepseek_v4", "use_ringtile", **none), built("deepseek_v32", "ringtile")):
         with refused("model: expected indexers that choose"), indexers.index_losses(wrong):
             pass
     with refused("rows"), indexers.index_losses(model, rows=0):
@@ -309,7 +307,7 @@ def test_a_pattern_limits_the_choice() -> None:
     chosen = torch.zeros(1, 20, 21, dtype=torch.bool).scatter(2, indices.long() % 21, True)[..., :20]
     kept = chosen & pairs(Causal() & Window(9), 0, 20, 20, torch.device("cpu"))
     found = attend(Window(9), nn.Module(), query, key, value, None, indices=indices)[0].transpose(1, 2)
-    assert_near(found, attention(query, key, value, kept[:, None])[0], 1e-12)
+    assert_near(found, attention(query, key, value, kept)[0], 1e-12)
 
 
 def test_shards_refuse_a_choice() -> None:

@@ -20,7 +20,9 @@ pytestmark = [
 
 SAMPLE = """
 right: drop keyword | models/gemma3/modeling_gemma3.py | Gemma3Attention.forward | 8 dropout | gemma3
+right: drop parameter |  | MistralForCausalLM.forward | inputs_embeds | context parallel
 right: new default | masking_utils.py | eager_mask | q_offset 1 | mpnet
+right: rename field |  |  | use_cache | pack
 right: rename local | masking_utils.py | and_masks | mask_functions | gpt-oss
 right: rename name |  |  | or_masks | gemma3 with images
 refused: drop attribute | models/swin/modeling_swin.py | SwinAttention | attention_dropout | swin
@@ -28,11 +30,17 @@ refused: move mask | models/gemma3/modeling_gemma3.py | Gemma3Attention.forward 
 models/gemma3/modeling_gemma3.py::eager_attention_forward | gemma3
 refused: new argument | models/t5/modeling_t5.py | T5Attention.forward | 16 \
 models/t5/modeling_t5.py::T5Attention.compute_bias | t5
+refused: drop parameter |  | T5Attention._relative_position_bucket | max_distance | t5
 refused: swap steps | models/minimax_m3_vl/modeling_minimax_m3_vl.py | MiniMaxM3VLIndexer.forward | 7 \
 | losses minimax m3
 refused: change constant | models/qwen4_exp/modeling_qwen4_exp.py | Qwen4ExpTextQSAIndexer.forward | 6 | qwen4
+refused: rename argument |  |  | attention_dists | granite speech
+refused: rename argument |  |  | kv_length | beams
 refused: rename attribute |  |  | register | mpnet
+refused: rename attribute |  |  | tokens_per_page | serving llama
+refused: rename field |  |  | head_dim | serving int8
 refused: rename field |  |  | model_type | llama
+refused: rename field |  |  | num_attention_heads | calibrate
 refused: rename name |  |  | LongformerSelfAttention | longformer
 """
 """Changes by their outcome, as `scripts/drift.py --change` reads them."""

@@ -191,6 +191,8 @@ def run_case(name: str, finder: Finder, before: Any = None) -> tuple[dict[str, A
         eager, model = built(case), built(case)
         with torch.no_grad(), Doubled():
             expected = case.run(eager, None)
+        if any(x.isnan().any() for x in expected):
+            return {"outcome": "void", "said": "eager attention is NaN"}, None
     except Exception as error:
         return {"outcome": "void", "said": f"{type(error).__name__}: {error}"[:200]}, error
     phase = "handed over"

@@ -166,9 +166,9 @@ def test_queries_before_the_last_key() -> None:
     q, k = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 30, 16)
     kept = KeptPairs(Window(5), 0, None, 0)
     with refused("attend: expected queries that end with the keys"):
-        _adapted(sparse_attention, q, k, k, kept, {}, softmax_of(q, k, {}))
+        _adapted(sparse_attention, q, k, k, kept, {}, softmax_of(nn.Module(), q, k, {}))
     kept = kept._replace(pattern=Causal() & Window(5))
-    causal = _adapted(sparse_attention, q, k, k, kept, {}, softmax_of(q, k, {}))
+    causal = _adapted(sparse_attention, q, k, k, kept, {}, softmax_of(nn.Module(), q, k, {}))
     expected = sparse_attention(q, k[:, :, :20], k[:, :, :20], Causal() & Window(5))
     assert torch.equal(causal, expected)
 

@@ -187,3 +187,18 @@ def test_an_indexer_with_other_steps_is_refused(order: str) -> None:
 
     with _Streamed(), refused(r"^indexer: expected the scores of DeepSeek-V3\.2's"):
         choose()
+
+
+def test_a_layer_that_hands_over_less_than_eager_attention_reads_is_refused() -> None:
+    class Sinks(nn.Module):
+        sinks = torch.zeros(2)
+
+    x, made = torch.randn(1, 2, 5, 8), pattern_mask(batch_size=1, q_length=5, kv_length=5)
+    with pytest.raises(ValueError, match="s_aux: expected the sinks of the layer, got None"):
+        attend(None, Sinks(), x, x, x, made)
+    longer = torch.cat([x, x[:, :, :2]], 2)
+    with pytest.raises(ValueError, match="attention_mask: expected one of 7 keys, got "):
+        attend(None, nn.Module(), x, longer, longer, made)
+    # A cache that is not handed on leaves one key for a mask of six tokens.
+    with pytest.raises(ValueError, match="attention_mask: expected at most 1 tokens, as many as keys, got "):
+        pattern_mask(batch_size=1, q_length=1, kv_length=1, attention_mask=torch.ones(1, 6))

@@ -28,7 +28,8 @@ def pack_words(mask: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and is_transformed():
         # Before torch 2.13, vmap does not view bytes as another dtype.
         bits = F.pad(mask.int(), (0, -size % 32)).unflatten(-1, (-1, 32))
-        return (bits << torch.arange(32, dtype=torch.int32, device=mask.device)).sum(-1, dtype=torch.int32)
+        shifted: Tensor = bits << torch.arange(32, dtype=torch.int32, device=mask.device)
+        return shifted.sum(-1, dtype=torch.int32)
     # Eight bools read as one little-endian int64: the product gathers their low bits, in order, in the top byte.
     eights = mask.reshape(-1).view(torch.int64).view(*shape, size // 8)
     octets = ((eights * 0x0102040810204080) >> 56).to(torch.uint8)

@@ -188,6 +188,8 @@ def _joined(first: str | None, second: str | None) -> Pattern:
 def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is_causal: bool | None) -> KeptPairs:
     """Return the kept pairs of a call from its mask, or from the module's causality if there is no mask."""
     if isinstance(mask, PatternMask):
+        if mask.shape[3] != n_keys and not torch.compiler.is_compiling():
+            raise ValueError(f"attention_mask: expected one of {n_keys} keys, got {mask.shape=}")
         return mask.kept
     if mask is not None:
         return kept_by_mask(mask, query, n_keys)
@@ -261,7 +263,7 @@ def attend(
         chosen = Chosen(blocks, module.indexer.block_size)  # type: ignore[union-attr, arg-type]
     if (chosen := learned(module, query, key, kept, chosen, options.get("scaling"))) is not None:
         kept = kept._replace(pattern=kept.pattern & chosen)
-    softmax = softmax_of(query, key, options)
+    softmax = softmax_of(module, query, key, options)
     if query.shape[2] == 1 and isinstance(kept.pattern, Dense):
         # Its place matters to ALiBi alone: no key is after it.
         kept = kept._replace(start=n_keys - 1)
@@ -286,9 +288,11 @@ def attend(
     return out[..., :width].transpose(1, 2).contiguous(), out[..., width:] if weighs else None
 
 
-def softmax_of(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+def softmax_of(module: nn.Module, query: Tensor, key: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `sparse_attention` for the arguments of a layer."""
     sinks = options.get("s_aux")
+    if sinks is None and getattr(module, "sinks", None) is not None:
+        raise ValueError("s_aux: expected the sinks of the layer, got None")
     return {
         "dropout_p": options.get("dropout", 0.0),
         "scale": options.get("scaling"),

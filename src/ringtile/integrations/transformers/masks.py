@@ -411,6 +411,11 @@ def _pattern_mask(
         mask_function = causal_mask_function
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     tracing = torch.compiler.is_compiling()
+    if not tracing and attention_mask is not None and attention_mask.shape[1] > kv_offset + kv_length:
+        raise ValueError(
+            f"attention_mask: expected at most {kv_offset + kv_length} tokens, as many as keys, got "
+            f"{attention_mask.shape=}"
+        )
     leading = None
     if padding is not None and not tracing:
         if padding.all():

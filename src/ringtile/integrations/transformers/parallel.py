@@ -188,7 +188,7 @@ def attend_shard(
         group=cp.group,
         key_mask=cp_batch.key_mask,
         key_lengths=cp_batch.key_lengths,
-        **softmax_of(query, key, options),
+        **softmax_of(module, query, key, options),
     )
     return out.transpose(1, 2).contiguous(), None
 

@@ -169,7 +169,7 @@ def _attend_paged(
         if pattern is not None and sliding_window is not None and not moves_along(pattern):
             raise ValueError(f"pattern: expected one that moves along for layers with a window, got {pattern!r}")
         rule = rule if pattern is None else rule & pattern
-    how = softmax_of(query, key, options)
+    how = softmax_of(module, query, key, options)
     # Transformers' record of the pages of a layer. Older versions have none.
     layer: Any = module.layer_idx
     allocator = getattr(cache, "layer_to_allocator", {}).get(layer)

@@ -40,7 +40,8 @@ def one_by_one(mask_mod: MaskMod, row: int, head: Tensor, query: Tensor, key: Te
     """Evaluate a FlexAttention rule as FlexAttention does: on one pair at a time, as far as the function can tell."""
     numbers = torch.broadcast_tensors(head, query, key)
     if not numbers[0].numel():
-        return numbers[0].bool()  # PyTorch maps no function over 0 pairs
+        # PyTorch maps no function over 0 pairs.
+        return torch.empty_like(numbers[0], dtype=torch.bool)
     with items_as_indices():
         of_row = partial(mask_mod, query.new_full((), row))
         kept: Tensor = torch.vmap(of_row)(*(number.flatten() for number in numbers))

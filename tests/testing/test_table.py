@@ -72,6 +72,7 @@ rule=chosen | option=dropout | backend=blockwise
 rule=elements | option=is_causal | shape=block + 1 | gradients=none | form=cache
 rule=mask_mod | shape=no queries | backend=reference
 rule=chosen blocks | shape=one token | form=two ranks
+option=key_mask | shape=no keys | form=multihead
 option=by query, by key | shape=no queries | gradients=bias | form=left padded | backend=reference
 """.strip()
 """Cases that once failed or that a fault of tests/mutants.txt breaks."""

@@ -305,7 +305,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
     def _padded(self, q: Tensor, k: Tensor, mask: Tensor, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return queries and keys whose products hold the values of a padding mask, and note its keys in ``how``."""
-        how["key_mask"], added = read_key_padding_mask(mask.view(-1, mask.shape[-1]))
+        how["key_mask"], added = read_key_padding_mask(torch.atleast_2d(mask))
         if added is None:
             return q, k
         # The bias of a key is one more coordinate. The query's coordinate cancels the scale: with 64 dims, a bias of 3

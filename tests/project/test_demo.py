@@ -17,7 +17,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 import demo
-from demo import encodes, fast, trains
+from demo import encodes, fast, right, trains
 from demo.encodes import Encodes
 from demo.fast import Fast, LengthRow
 from demo.right import PER_TILE, RINGTILE, TORCH, Right
@@ -265,3 +265,24 @@ def test_bad_arguments_are_named_before_any_work(capsys):
         said = capsys.readouterr()
         assert (said.out, said.err.startswith("usage: python -m demo ")) == ("", True)
         assert re.search(f"\npython -m demo: error: .*{complaint}", said.err), said.err
+
+
+@pytest.mark.usefixtures("small")
+def test_ctrl_c_keeps_what_was_measured(monkeypatch, capsys, tmp_path):
+    measure = Right._measure
+
+    def interrupted(act: Right, case: Case, causal: bool) -> right.PatternErrors:
+        if len(act.rows) == 3:
+            raise KeyboardInterrupt
+        return measure(act, case, causal)
+
+    monkeypatch.setattr(Right, "_measure", interrupted)
+    monkeypatch.setattr(Fast, "run", lambda *_: pytest.fail("ran on after Ctrl-C"))
+    assert run("--only", "right", "--only", "fast", "--out", str(tmp_path), "--json") == 130
+    record = json.loads(capsys.readouterr().out)
+    assert record["interrupted"] is True
+    assert len(record["right"]["rows"]) == 3
+    assert "fast" not in record
+    assert (list(record["pictures"]), record["no_pictures_because"]) == (["right"], None)
+    assert [path.name for path in tmp_path.iterdir()] == ["right.png"]
+    assert (tmp_path / "right.png").read_bytes().startswith(b"\x89PNG")

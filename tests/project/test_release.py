@@ -12,6 +12,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -201,3 +202,42 @@ def test_every_action_is_pinned_and_only_two_jobs_can_write() -> None:
         assert "secrets." not in text
     assert "make release" in workflows["publish.yml"]
     assert "attestations: true" in workflows["publish.yml"]
+
+
+def test_a_run_is_told_unless_it_failed() -> None:
+    matrix = script("scripts/matrix.py")
+    run = {"python": "3.11.7", "torch": "2.9.1+cpu", "triton": None, "transformers": "5.24.0", "date": "2026-11-28"}
+    run |= {"passed": 4321, "failed": 0, "skipped": 5, "commit": "abc"}
+    newer = run | {"torch": "2.14.0", "triton": "3.8.0"}
+    entries = matrix.added(matrix.added([], newer), run)
+    assert entries == [run, newer]
+    again = newer | {"python": "3.11.9", "failed": 1}
+    assert matrix.added(entries, again) == [run, again]
+    names: dict[str, Any] = {}
+    exec(matrix.package(entries), names)
+    tested = {"python": ("3.11",), "torch": ("2.9.1", "2.14.0"), "triton": ("3.8.0",), "transformers": ("5.24.0",)}
+    assert names["TESTED"] == tested
+    exec(matrix.package([run, again]), names)
+    assert names["TESTED"] == tested | {"torch": ("2.9.1",), "triton": ()}
+    assert "| 3.11 | 2.9.1 | - | 5.24.0 | 4,321 | 0 | 5 | 2026-11-28 |\n" in matrix.page([run, again])
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "counts"),
+    [
+        ("== 9 passed, 2 skipped, 3 deselected in 1.0s ==", 0, (9, 0, 2)),
+        ("== 1 failed, 8 passed, 4 errors in 1.0s ==", 1, (8, 5, 0)),
+        # An end without counts is no success.
+        ("no tests ran in 0.1s", 5, (0, 1, 0)),
+    ],
+)
+def test_a_run_counts_what_pytest_says(tmp_path: Path, said: str, status: int, counts: tuple[int, ...]) -> None:
+    python = tmp_path / "python"
+    versions = '{"python": "3.11.7", "torch": "2.9.1", "triton": null, "transformers": "5.24.0", "commit": "abc"}'
+    pytest_says = f"printf 'FAILED tests/test_x.py\\n{said}\\n'; exit {status}"
+    python.write_text(f"#!/bin/sh\ncase \"$1\" in -c) echo '{versions}';; *) {pytest_says};; esac\n")
+    python.chmod(0o755)
+    entry, told = script("scripts/matrix.py").tested(python, (), ())
+    assert (entry["passed"], entry["failed"], entry["skipped"]) == counts
+    assert (entry["torch"], entry["triton"], entry["commit"]) == ("2.9.1", None, "abc")
+    assert told == f"{said.strip('= ')}\nFAILED tests/test_x.py"

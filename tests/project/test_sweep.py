@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_release import script
 from tiny import hf
+from torch import Tensor
+
+from ringtile.integrations.transformers import registry
 
 RECORD = Path(__file__).parents[2] / "benchmarks/records/sweep.json"
 
@@ -55,3 +59,18 @@ def test_the_record_has_no_defect() -> None:
         wrong = [f"{name}: {line}" for name, line in lines.items() if line.startswith(("different", "crash"))]
         assert (version, wrong) == (version, [])
         assert sum(line.startswith(("right", "refused", "as sdpa")) for line in lines.values()) > 250
+
+
+def test_a_wrong_result_and_a_crash_are_told(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = registry._attend_chosen
+
+    def attend(module: Any, query: Tensor, *given: Any, **options: Any) -> Any:
+        # One query is a step of a cache.
+        return own(module, query * (1.5 if query.shape[2] == 1 else 1.0), *given, **options)
+
+    monkeypatch.setattr(registry, "_attend_chosen", attend)
+    assert line_of(sweep, "opt").startswith("different: greedy: ")
+    monkeypatch.setattr(registry, "_attend_chosen", lambda *given, **options: 1 // 0)
+    assert line_of(sweep, "opt").startswith("crash: plain: ZeroDivisionError")
+    monkeypatch.setattr(registry, "_attend_chosen", lambda *given, **options: sys.exit(3))
+    assert line_of(sweep, "opt") == "crash: the process ended with 0"

@@ -39,6 +39,7 @@ from ringtile.tools.quality.leg import (
     QUICK,
     SAFE,
     Leg,
+    Variant,
     add_arguments,
     checked,
     open_leg,
@@ -375,3 +376,61 @@ def test_the_faster_dtype(seconds: tuple[int, int], expected: torch.dtype, monke
     times = iter([9, *[seconds[0]] * 3, 0, *[seconds[1]] * 3])
     monkeypatch.setattr(decoder_module, "seconds_of", lambda call: next(times))
     assert faster_dtype() == expected
+
+
+def test_texts_of_yours(tmp_path: Path) -> None:
+    def texts(*names: str) -> Texts:
+        return Texts(lambda text: list(text.encode()), [tmp_path / name for name in names])
+
+    generator = torch.Generator().manual_seed(0)
+    letters = bytes((torch.randint(26, (3000,), generator=generator) + 97).tolist())
+    (tmp_path / "own.txt").write_bytes(letters)
+    (tmp_path / "other.md").write_bytes(letters.upper())
+    both = texts("own.txt", "other.md")
+    assert [both.far_copy(seed, N).kinds[0] for seed in range(3)] == ["own", "other", "own"]
+    assert bytes(both.far_copy(1, N).ids[0, :100].tolist()).isupper()
+    # A folder stands for its files, in the order of their names.
+    assert texts("").sources == ("other", "own")
+    assert both.calibration(0, N, 256).kinds == ("random tokens", "own and other")
+    (tmp_path / "own.txt").write_bytes(letters[:300] + letters[:300])
+    drawn = texts("own.txt").calibration(0, N, 256)
+    assert (drawn.kinds, bytes(drawn.ids[0].tolist())) == (("own", "own"), (letters[:300] * 2)[:N])
+    with pytest.raises(ValueError, match="--text: expected at least 3000 tokens of own, got 600"):
+        texts("own.txt").calibration(0, 6000, 256)
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    for names, message in (
+        (["none.txt"], "expected a text file"),
+        (["latin"], "expected UTF-8"),
+        (["own.txt", "sub/../own.txt"], "expected files of different names"),
+    ):
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=f"--text: {message}"):
+            texts(*names)
+
+
+def test_a_text_of_yours_judges_and_does_not_calibrate(
+    tiny: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text("0123456789" * 100)
+    before = next(Leg(tiny, tmp_path, block=16).jobs()).setting
+    monkeypatch.setattr(tiny, "texts", Texts(tiny.encode, [own]))
+    assert tiny.texts.far_copy(0, N).kinds[0] == "own"
+    # Each of your texts is another cell, also if a folder has the cells of others, and at least four are measured.
+    setting = next(Leg(tiny, tmp_path, block=16).jobs()).setting
+    assert (setting.sizes["text"], setting.name != before.name) == ("own", True)
+    jobs = [job.setting for job in Leg(tiny, tmp_path, block=16).jobs(timed=False) if job.setting.scores == "dense"]
+    assert [job.seed for job in jobs] == [0, 1, 2, 3]
+    monkeypatch.setattr(tiny.texts, "_known", {"own": torch.zeros(100)})
+    with pytest.raises(ValueError, match=r"--text: expected at least \d+ tokens of own, got 100"):
+        next(Leg(tiny, tmp_path, block=16).jobs())
+    monkeypatch.setattr(tiny.texts, "_known", {})
+    found = Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).text["sha256"]
+    assert found == Texts(tiny.encode).calibration(0, N, tiny.vocab_size).sha256
+
+
+def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
+    found = Leg(tiny, tmp_path, block=16).losses(Variant("default", "density", 1.0), 0)
+    assert found.figures["text"] == pytest.approx(1, abs=1e-4)
+    assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
+    assert found.realised == 1

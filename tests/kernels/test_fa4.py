@@ -285,14 +285,6 @@ def test_what_nobody_keeps_changes_nothing(stand_in: StandIn) -> None:
         assert torch.equal(x, y)
 
 
-def test_keys_of_a_group_count_if_one_of_its_heads_keeps_them(stand_in: StandIn) -> None:
-    # Heads 0 and 1 share keys, and each keeps every second one.
-    assert_same(tensors(130, 130, key_heads=2), Segments(64, 2))
-    tiles = fa4.tiles_of(build_index(Segments(64, 2), 130, num_heads=4))
-    assert not tiles.keys[0].all(1).any()
-    assert tiles.keys[0].unflatten(0, (2, 2)).any(1).all()
-
-
 def test_full_tiles_need_no_bits(stand_in: StandIn) -> None:
     pattern = BlockDilated((2,), 2)
     results("fa4", tensors(256, 512), pattern)

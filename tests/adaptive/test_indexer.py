@@ -290,13 +290,14 @@ def test_the_future_and_masked_memory_change_nothing(rounded: bool) -> None:
 @pytest.mark.parametrize(
     ("heads", "queries", "keys", "n", "how"),
     [
-        (64, 6, 32768, 2048, {"relu": True, "pattern": Causal()}),
+        (64, 6, 65536, 2048, {"relu": True, "pattern": Causal()}),
         (4, 300, 16384, 16, {"groups": 4, "block": 128, "local": 1, "pattern": Causal() & Window(9000)}),
         (1, 2, 3 * 2**20, 2**18, {"start": 3 * 2**20, "key_lengths": torch.tensor([3 * 2**20])}),
         (128, 1, 2**20, 2048, {"pattern": Causal(), "key_mask": torch.ones(1, 2**20, dtype=torch.bool)}),
         (64, 20, 32768, 2048, {"relu": True, "pattern": Causal(), "rounded": True}),
+        (4, 3, 2 * 2**20, 2048, {"rounded": True}),
     ],
-    ids=["heads", "blocks", "spans", "one query", "rounded"],
+    ids=["heads", "blocks", "spans", "one query", "rounded", "rounded spans"],
 )
 def test_at_most_64_mib(heads: int, queries: int, keys: int, n: int, how: dict[str, Any]) -> None:
     query = torch.randn(1, heads, queries, 8, dtype=torch.bfloat16)

@@ -758,3 +758,20 @@ def test_a_pattern_and_its_text_share_one_index() -> None:
     expected = sparse_attention(q, k, v, PATTERN)
     assert torch.equal(sparse_attention(q, k, v, parse(str(PATTERN))), expected)
     assert cache_info().misses == 1
+
+
+@pytest.mark.gpu
+def test_a_side_stream_gives_the_same_bits() -> None:
+    leaves = [x.detach().cuda().requires_grad_() for x in leaves_of(1, 2, 700, 16, dtype=torch.float32)]
+    expected = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
+    torch.cuda.synchronize()
+    clear_cache()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        built_aside = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
+    reused = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, built_aside, expected))
+    assert all(map(torch.equal, reused, expected))

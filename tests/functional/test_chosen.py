@@ -119,6 +119,11 @@ def test_keys_that_a_query_does_not_keep_are_never_used(inputs: Inputs) -> None:
         masks = (x.logical_not().unsqueeze(3) for x in (rows, used, used))
         dirty = [x.masked_fill(mask, torch.nan) for x, mask in zip(inputs, masks, strict=False)]
         assert_right(Inputs(*dirty, inputs.grad_out), pattern, key_lengths=lengths)
+        leaves = [x.requires_grad_() for x in dirty]
+        out = attend(*leaves, pattern, key_lengths=lengths)[0]
+        cotangents = inputs.grad_out, inputs.grad_out.masked_fill(~rows.unsqueeze(3), torch.nan)
+        grads = (torch.autograd.grad(out, leaves, grad, retain_graph=True) for grad in cotangents)
+        assert all(map(torch.equal, *grads))
 
 
 def test_no_bit_depends_on_threads() -> None:

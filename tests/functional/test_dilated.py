@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringtile.functional import dilated, dilated_attention
+from ringtile.functional import dilated, dilated_attention, sparse_attention
 from ringtile.functional.dilated import segment_numbers
 from ringtile.index import build_index
 from ringtile.patterns import Causal, Pattern, Segments, Window, longnet_union, per_head
@@ -108,6 +108,18 @@ def test_any_problem(data: st.DataObject) -> None:
     if draw(st.booleans()):
         options["key_mask"] = torch.rand(sizes[0], inputs[1].shape[2]) < 0.6
     assert compare(inputs, lengths, rates, **options) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("branches", "is_causal"),
+    [(([64, 128, 256], [1, 2, 4]), True), (PAPER, False), (COPRIME, True)],
+    ids=["nested", "paper", "coprime"],
+)
+def test_union_is_sparse_attention_with_the_union_pattern(branches: Any, is_causal: bool) -> None:
+    inputs = make_inputs(2, 4, 300)[:3]
+    found = results(attend, inputs, *branches, overlap="union", is_causal=is_causal)
+    by_rule = partial(sparse_attention, return_lse=True, is_causal=is_causal)
+    assert worst(found, results(by_rule, inputs, longnet_union(*branches))) < 1e-12
 
 
 @pytest.mark.parametrize("inner", [Window(2, 1), per_head([Window(0), Window(1), Causal()]), Segments(3, 2)], ids=str)
@@ -246,6 +258,14 @@ def test_segments_and_batch_elements_have_different_numbers() -> None:
     assert (numbers < 2**32).all()
     part = segment_numbers(torch.tensor([7]), torch.arange(40, 50))
     assert torch.equal(part, numbers.view(300, 5000)[7, 40:50])
+
+
+def test_branches_draw_for_themselves() -> None:
+    # Two equal branches: were their masks the same, every weight would be 0 or doubled.
+    whole, dropped = (
+        (torch.manual_seed(0), dropped_weights(64, 1, [64, 64], [1, 1], dropout_p=p, seed=0))[1] for p in (0.0, 0.5)
+    )
+    assert 0.4 < ((dropped / whole - 1).abs() < 1e-12).double().mean() < 0.6
 
 
 @pytest.mark.parametrize(

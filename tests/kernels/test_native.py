@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -845,7 +846,7 @@ def test_python_threads_share_a_template() -> None:
 def test_plans_are_few_and_keep_no_tensor_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     clear_cache()
     # Plans of other tests can still be alive.
-    gc.collect()
+    monkeypatch.setattr(plans, "_plans", OrderedDict())
     monkeypatch.setattr(plans, "_MOST_PLANS", 5)
     for batch in range(1, 9):
         q = torch.randn(batch, 1, 5, 4)

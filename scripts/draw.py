@@ -150,7 +150,7 @@ class _Sites(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Return(self, node: ast.Return) -> None:
-        if isinstance(node.value, ast.Call) and node.value.args and isinstance(node.value.args[0], ast.expr):
+        if isinstance(node.value, ast.Call) and node.value.args:
             self.change(node, f"return {self.source(node.value.args[0])}")
         self.generic_visit(node)
 
@@ -177,6 +177,12 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number}: {self.old.strip()} -> {self.new.strip()}"
+
+    def applied(self, text: str) -> str:
+        """The text of the file with the changed line."""
+        lines = text.split("\n")
+        lines[self.number - 1] = self.new
+        return "\n".join(lines)
 
     @property
     def room(self) -> str:
@@ -205,18 +211,9 @@ def stages(room: str) -> dict[str, list[str]]:
 
 def killer(copy: Copy, fault: Fault, seconds: int) -> str:
     """The stage that notices a fault, empty if none does."""
-    source = copy.folder / fault.file
-    original = source.read_text(encoding="utf-8")
-    lines = original.split("\n")
-    lines[fault.number - 1] = fault.new
-    source.write_text("\n".join(lines), encoding="utf-8")
-    try:
-        for name, tests in stages(fault.room).items():
-            if copy.failure_of(tests, seconds):
-                return name
-        return ""
-    finally:
-        source.write_text(original, encoding="utf-8")
+    with copy.changed(fault.file, fault.applied):
+        noticed = (name for name, tests in stages(fault.room).items() if copy.failure_of(tests, seconds))
+        return next(noticed, "")
 
 
 def main() -> int:
@@ -236,6 +233,7 @@ def main() -> int:
     known: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["faults"] if RECORD.exists() else []
     outcomes = {} if args.fresh else {entry["fault"]: entry for entry in known}
     outcomes = {str(fault): outcomes[str(fault)] for fault in faults if str(fault) in outcomes}
+    about = {"command": f"python scripts/draw.py --count {args.count} --seed {args.seed}", "commit": commit()}
     copies: queue.Queue[Copy] = queue.Queue()
 
     def judge(fault: Fault) -> None:
@@ -247,8 +245,7 @@ def main() -> int:
         outcomes[str(fault)] = {"fault": str(fault), "killed by": noticed}
         told = f"killed by {noticed}" if noticed else "SURVIVED"
         print(f"{told:16} {time.perf_counter() - start:5.0f} s  {fault}", flush=True)
-        command = f"python scripts/draw.py --count {args.count} --seed {args.seed}"
-        record = {"command": command, "commit": commit(), "faults": [outcomes[key] for key in sorted(outcomes)]}
+        record = about | {"faults": [outcomes[key] for key in sorted(outcomes)]}
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as pool:

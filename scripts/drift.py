@@ -182,7 +182,8 @@ class Raised(logging.Handler):
 def run_case(name: str, finder: Finder, before: Any = None) -> tuple[dict[str, Any], BaseException | None]:
     """Run a case with eager attention and with ringtile. ``before`` is what both had without the change."""
     import torch
-    from drift_cases import CASES, Doubled, built
+    from drift_cases import CASES, built
+    from tiny import Doubled
 
     case, raised = CASES[name], Raised()
     # These change eager attention, and no other implementation.
@@ -290,7 +291,8 @@ def trace(name: str) -> tuple[str, dict[str, Any], Any]:
     """Run a case as it is. Return its door, what ringtile touches, and what both computed."""
     import torch
     import transformers
-    from drift_cases import CASES, Doubled, built
+    from drift_cases import CASES, built
+    from tiny import Doubled
 
     transformers.logging.set_verbosity(logging.CRITICAL)
     case, seen = CASES[name], Recorder()

@@ -6,27 +6,16 @@ calls of ringtile are in `drift.py`, since its names stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from tiny import BIASED, ENCODER, MODELS, SPARSE, WINDOWED, hf
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 TOKENS = 29
 Run = Callable[[Any, Any], list[Tensor]]
-
-
-class Doubled(TorchFunctionMode):
-    """Has models compute in float64 what they compute in float32 whatever their dtype: norms, softmax and scores."""
-
-    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        wide = {torch.float32: torch.float64}
-        func = Tensor.double if func is Tensor.float else func
-        swapped = {name: wide.get(x, x) if isinstance(x, torch.dtype) else x for name, x in (kwargs or {}).items()}
-        return func(*(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args), **swapped)
 
 
 class Case(NamedTuple):

@@ -14,13 +14,15 @@ import json
 import sys
 import time
 import warnings
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from table import at_random, covering, outcome, parsed, smallest  # noqa: E402
+
+from ringtile.tools.progress import Progress  # noqa: E402
 
 STATE = ROOT / ".venv" / "cache" / "fuzz.json"
 
@@ -42,25 +44,22 @@ def main() -> int:
         return 1 if wrong else 0
     known = json.loads(STATE.read_text()) if STATE.exists() and not args.again else {}
     first, end, wrong = known.get(str(args.seed), 0), time.monotonic() + args.seconds, 0
-    begin = time.monotonic()
-    tried = 0
-    for number, case in enumerate(chain(covering(3, args.seed), at_random(args.seed))):
-        if number < first:
-            continue
+    begin, tried, progress = time.monotonic(), 0, Progress()
+    every = chain(covering(3, args.seed), at_random(args.seed))
+    for number, case in enumerate(islice(every, first, None), first):
         if time.monotonic() > end:
             break
         tried += 1
         if words := outcome(case):
             wrong += 1
-            print(f"{words}\n    python scripts/fuzz.py --replay '{smallest(case)}'", flush=True)
+            progress.say(f"{words}\n    python scripts/fuzz.py --replay '{smallest(case)}'")
         if not wrong:
             known[str(args.seed)] = number + 1
-        if sys.stderr.isatty():
-            rate, left = tried / (time.monotonic() - begin), end - time.monotonic()
-            print(f"\r{tried} cases, {rate:.1f} a second, {left:.0f} s left ", end="", file=sys.stderr)
+        rate = tried / (time.monotonic() - begin)
+        progress.show(f"{tried} cases, {rate:.1f} a second", end - time.monotonic())
     STATE.parent.mkdir(parents=True, exist_ok=True)
     STATE.write_text(json.dumps(known))
-    print(f"{tried} cases from number {first}, {wrong} wrong")
+    progress.say(f"{tried} cases from number {first}, {wrong} wrong")
     return 1 if wrong else 0
 
 

@@ -25,8 +25,9 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,19 +200,28 @@ class Copy:
             raise SystemExit(f"pytest stopped with status {status}, expected tests that run:\n{output}")
         return f"status {status}\n{output}" if status else ""
 
-    def kills(self, mutant: Mutant, seconds: int) -> bool:
-        source, before = self.folder / mutant.file, self.folder / "native-build/unchanged"
+    @contextmanager
+    def changed(self, file: str, change: Callable[[str], str]) -> Iterator[None]:
+        """A context in which a file of the copy has another text."""
+        source = self.folder / file
         original = source.read_text(encoding="utf-8")
-        source.write_text(original.replace(mutant.old, mutant.new), encoding="utf-8")
+        source.write_text(change(original), encoding="utf-8")
         try:
-            if mutant.is_native:
-                shutil.copytree(self.library, before, dirs_exist_ok=True)
-                self.build()
-            return bool(self.failure_of(mutant.tests, seconds))
+            yield
         finally:
             source.write_text(original, encoding="utf-8")
-            if mutant.is_native:
-                shutil.copytree(before, self.library, dirs_exist_ok=True)
+
+    def kills(self, mutant: Mutant, seconds: int) -> bool:
+        before = self.folder / "native-build/unchanged"
+        with self.changed(mutant.file, lambda text: text.replace(mutant.old, mutant.new)):
+            try:
+                if mutant.is_native:
+                    shutil.copytree(self.library, before, dirs_exist_ok=True)
+                    self.build()
+                return bool(self.failure_of(mutant.tests, seconds))
+            finally:
+                if mutant.is_native:
+                    shutil.copytree(before, self.library, dirs_exist_ok=True)
 
 
 def judge(mutants: list[Mutant], processes: int) -> list[str]:

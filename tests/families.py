@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiny import BIASED, JOINED, MODELS, SPARSE, WINDOWED, config_of, hf
+from tiny import BIASED, JOINED, MODELS, SPARSE, WINDOWED, Doubled, config_of, hf
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,17 +49,6 @@ def graph_counter() -> Any:
     from torch._dynamo.testing import CompileCounter
 
     return CompileCounter()
-
-
-class Doubled(TorchFunctionMode):
-    """Has models compute in float64 what they compute in float32 whatever their dtype: norms, softmax and scores."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        swapped = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*(torch.float64 if x is torch.float32 else x for x in args), **swapped)
 
 
 class Largest(TorchDispatchMode):

@@ -92,10 +92,6 @@ def _mask(s: Shape, g: torch.Generator, heads: int, batch: int) -> tuple[Pattern
     return from_mask(mask), mask
 
 
-def _documents(s: Shape) -> list[int]:
-    return [s.keys // 3, s.keys - s.keys // 3]
-
-
 def _ids(s: Shape) -> Tensor:
     return torch.arange(s.keys) // (7 + 3 * torch.arange(s.batch).unsqueeze(1))
 
@@ -119,9 +115,9 @@ RULES: dict[str, Callable[[Shape, torch.Generator], Any]] = {
     "mask_mod": lambda s, g: Elements.from_mask_mod(lambda b, h, q, k: (q * k + h + b) % 5 < 2, batch=s.batch),
     "mask": lambda s, g: _mask(s, g, 1, 1),
     "mask per batch": lambda s, g: _mask(s, g, s.heads, s.batch),
-    "documents": lambda s, g: Causal() & Documents(_documents(s)),
+    "documents": lambda s, g: Causal() & Documents(s.documents),
     "documents per batch": lambda s, g: Causal() & Documents(ids=_ids(s)),
-    "per document": lambda s, g: per_document(Window(3) | GlobalTokens(1), Documents(_documents(s))),
+    "per document": lambda s, g: per_document(Window(3) | GlobalTokens(1), Documents(s.documents)),
     "per head": lambda s, g: per_head([Causal(), Window(5), Dense(), ~Window(3)][: s.heads]),
     "neighborhood": lambda s, g: Neighborhood([s.keys], min(5, s.keys)),
     "neighborhood of a grid": lambda s, g: Neighborhood(_grid(s), [min(3, n) for n in _grid(s)]),
@@ -244,6 +240,11 @@ class Call(NamedTuple):
         return of_shape | self.options
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """What `sparse_attention` gets beside query, key and value."""
+        return {"pattern": self.pattern, "return_lse": True} | self.shared
+
+    @property
     def key_mask(self) -> Tensor:
         """The mask and the lengths of the keys in one mask."""
         s, options = self.shape, self.options
@@ -285,8 +286,6 @@ def made(case: Case) -> Call:
     query = _tensor(g, shape.batch, shape.heads, shape.queries, shape.head_dim)
     key = _tensor(g, shape.batch, shape.key_heads, shape.keys, shape.head_dim)
     value = _tensor(g, shape.batch, shape.key_heads, shape.keys, shape.value_dim)
-    if shape.memory == "expanded":
-        key, value = (x[:, :1].expand_as(x) for x in (key, value))
     pattern = RULES[case.rule](shape, g)
     pattern, rule = pattern if isinstance(pattern, tuple) else (pattern, pattern)
     options = OPTIONS[case.option](shape, g)
@@ -299,10 +298,8 @@ def made(case: Case) -> Call:
     if case.form != "left padded" and shape.memory != "expanded" and (read := read_keys(call)) is not None:
         unread = ~read
         call = call._replace(key=_poisoned(call.key, unread), value=_poisoned(call.value, unread))
-    if shape.memory == "strided":
-        turned = [x.mT.contiguous().mT for x in (call.query, call.key, call.value)]
-        call = call._replace(query=turned[0], key=turned[1], value=turned[2])
-    return call
+    query, key, value = shape.laid_out(call.query, call.key, call.value)
+    return call._replace(query=query, key=key, value=value)
 
 
 def _cast(options: Any, dtype: torch.dtype) -> Any:
@@ -339,9 +336,7 @@ def _poisoned(x: Tensor, where: Tensor) -> Tensor:
 def plain(call: Call, **more: Any) -> tuple[Tensor, Tensor]:
     """Call `sparse_attention`, or ``by`` a function like it."""
     compute = more.pop("by", sparse_attention)
-    result: tuple[Tensor, Tensor] = compute(
-        call.query, call.key, call.value, **({"pattern": call.pattern, "return_lse": True} | call.shared | more)
-    )
+    result: tuple[Tensor, Tensor] = compute(call.query, call.key, call.value, **call.arguments | more)
     return result
 
 
@@ -388,7 +383,7 @@ def compiled(call: Call) -> Output:
     # One graph for all lengths in half of the cases.
     dynamic = bool(zlib.crc32(str(call.case).encode()) % 2)
     # Dynamo of torch 2.11 fails to look into tuples with names.
-    options = {"pattern": call.pattern, "return_lse": True} | call.shared
+    options = call.arguments
     compute = torch.compile(lambda q, k, v: sparse_attention(q, k, v, **options), backend="aot_eager", dynamic=dynamic)
     out, lse = compute(call.query, call.key, call.value)
     return out, lse
@@ -677,13 +672,13 @@ def _leaves(call: Call) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if "sinks" in options:
         leaves["sinks"] = options["sinks"]
     biases = options.get("bias", ())
-    for number, bias in enumerate(biases if isinstance(biases, tuple) else (biases,)):
+    several = biases if isinstance(biases, tuple) else (biases,)
+    for number, bias in enumerate(several):
         leaves |= {f"bias {number} {n}": x for n, x in vars(bias).items() if isinstance(x, Tensor)}
     leaves = {name: x.detach().requires_grad_(name.split()[0] in names) for name, x in leaves.items()}
     if "sinks" in options:
         options["sinks"] = leaves["sinks"]
     if biases:
-        several = biases if isinstance(biases, tuple) else (biases,)
         new = tuple(
             replace(bias, **{n: leaves[f"bias {number} {n}"] for n, x in vars(bias).items() if isinstance(x, Tensor)})
             for number, bias in enumerate(several)

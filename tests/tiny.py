@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+class Doubled(TorchFunctionMode):
+    """Has models compute in float64 what they compute in float32 whatever their dtype: norms, softmax and scores."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        swapped = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*(torch.float64 if x is torch.float32 else x for x in args), **swapped)
 
 
 class Lazily:

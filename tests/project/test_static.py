@@ -87,8 +87,7 @@ def test_drawn_faults_are_programs_and_the_same_every_time() -> None:
     for fault in faults:
         lines = (ROOT / fault.file).read_text(encoding="utf-8").split("\n")
         assert lines[fault.number - 1] == fault.old != fault.new
-        lines[fault.number - 1] = fault.new
-        ast.parse("\n".join(lines))
+        ast.parse(fault.applied("\n".join(lines)))
 
 
 def test_the_kernel_is_left_out_if_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:

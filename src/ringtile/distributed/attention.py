@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed.branches import BranchPlan
 from ringtile.distributed.exchange import Exchange, Started, Works, by_number, cast_start, exchange_of
-from ringtile.distributed.layout import Layout, Run, check_keys_finite, check_shard, positions_of
+from ringtile.distributed.layout import (
+    Layout,
+    PassedOn,
+    Run,
+    as_layout,
+    check_keys_finite,
+    check_shard,
+    passed_on,
+    positions_of,
+)
 from ringtile.distributed.lists import attend_gathered, values_in_keys
 from ringtile.distributed.lockstep import NUMBERS, Facts, Lockstep, compare, numbers_of, shapes_of
 from ringtile.distributed.plan import RingPlan, Source
@@ -125,9 +134,8 @@ def ring_attention(
     # Dynamo passes on no pattern that it has made, but its text.
     planned = rule.text if in_graph and rule.text else rule
     facts = shapes_of(query, key, value), str(key.dtype), numbers_of(call, key_mask is not None, sinks is not None)
-    # Before torch 2.13, Dynamo passes on no dataclass.
-    dealt = (layout.n_tokens, layout.runs) if in_graph else layout
-    found = _prepared(planned, dealt, ranks, mode.name, *facts, return_lse, query.device if in_graph else None, named)
+    device = query.device if in_graph else None
+    found = _prepared(planned, passed_on(layout), ranks, mode.name, *facts, return_lse, device, named)
     if mode is MODES["ulysses"]:
         rest = {**rest, "seed": call.seed, "key_mask": key_mask, "key_lengths": lengths, "sinks": sinks}
         return _attend_by_heads((query, key, value), by_number[found], ranks, overlap, return_lse, rest)
@@ -201,7 +209,7 @@ def _attend_by_heads(
 @constant
 def _prepared(
     pattern: Pattern | str,
-    layout: Layout | tuple[int, tuple[tuple[Run, ...], ...]],
+    layout: PassedOn,
     ranks: Ranks,
     transport: str,
     shapes: tuple[int, ...],
@@ -213,7 +221,7 @@ def _prepared(
 ) -> Any:
     """Return the number of a call's exchange, or the facts of a ring, after a comparison with the other ranks."""
     pattern = as_rule(pattern)
-    layout = Layout(*layout) if isinstance(layout, tuple) else layout
+    layout = as_layout(layout)
     mode, every, mesh = MODES[transport], real_group(ranks), real_mesh(ranks)
     groups: tuple[dist.ProcessGroup, ...] = axes_of(mesh) if isinstance(mesh, DeviceMesh) else (every, every, every)
     batch, heads, key_heads = shapes[:3]

@@ -13,7 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringtile.distributed.attention import ExchangedKeys, check_names, ring_attention
 from ringtile.distributed.branches import BranchPlan, Shape, make_branch_plan
 from ringtile.distributed.exchange import Exchange, Started, by_number, exchange_of
-from ringtile.distributed.layout import Layout, Run, check_keys_finite, check_shard
+from ringtile.distributed.layout import (
+    Layout,
+    PassedOn,
+    as_layout,
+    check_keys_finite,
+    check_shard,
+    passed_on,
+)
 from ringtile.distributed.lockstep import compare, shapes_of
 from ringtile.distributed.plan import Source
 from ringtile.distributed.process_groups import Ranks, real_group
@@ -113,10 +120,7 @@ def ring_dilated_attention(
         check_keys_finite(key, value, layout, rank, check_finite)
     shapes, call = shapes_of(query, key, value), make_call(query, **rest)
     numbers = call.scale, call.dropout_p, key_mask is not None
-    in_graph = torch.compiler.is_compiling()
-    # Before torch 2.13, Dynamo passes on no dataclass.
-    dealt = (layout.n_tokens, layout.runs) if in_graph else layout
-    place = dealt, ranks, shapes, str(key.dtype), key.device, numbers, in_graph
+    place = passed_on(layout), ranks, shapes, str(key.dtype), key.device, numbers, torch.compiler.is_compiling()
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.
     exchange = by_number[_prepared(tuple(at), pattern, is_causal, overlap, *place)]
     assert isinstance(exchange.plan, BranchPlan)
@@ -137,7 +141,7 @@ def _prepared(
     pattern: Pattern | None,
     is_causal: bool,
     overlap: str,
-    layout: Layout | tuple[int, tuple[tuple[Run, ...], ...]],
+    layout: PassedOn,
     ranks: Ranks,
     shapes: tuple[int, ...],
     dtype: str,
@@ -149,7 +153,7 @@ def _prepared(
     # Dynamo passes on no rules that it has made.
     branches = rules_of(at, pattern, is_causal, overlap, shapes[1])
     assert branches is not None
-    layout = Layout(*layout) if isinstance(layout, tuple) else layout
+    layout = as_layout(layout)
     group = real_group(ranks)
     # A rule for some lengths only does not fit a part of a segment.
     planned = tuple(Shape(each.length, each.dilation, is_causal and each.rule.unbounded) for each in branches)

@@ -184,6 +184,20 @@ class Layout:
         return tile, rank, tokens
 
 
+PassedOn = Layout | tuple[int, tuple[tuple[Run, ...], ...]]
+"""A layout, or its numbers."""
+
+
+def passed_on(layout: Layout) -> PassedOn:
+    """Return a layout, or its numbers in a graph: before torch 2.13, Dynamo passes on no dataclass."""
+    return (layout.n_tokens, layout.runs) if torch.compiler.is_compiling() else layout
+
+
+def as_layout(layout: PassedOn) -> Layout:
+    """Return the layout that was passed on."""
+    return Layout(*layout) if isinstance(layout, tuple) else layout
+
+
 def positions_of(runs: Iterable[Run], device: torch.device | str | None = None) -> Tensor:
     """Return the positions of runs one after another, int64."""
     parts = [torch.arange(begin, end, device=device) for begin, end in runs]

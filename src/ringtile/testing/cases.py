@@ -31,6 +31,19 @@ class Shape:
     def first(self) -> int:
         return self.keys - self.queries if self.start is None else self.start
 
+    @property
+    def documents(self) -> list[int]:
+        """Lengths of two documents, a third of the keys and the rest."""
+        return [self.keys // 3, self.keys - self.keys // 3]
+
+    def laid_out(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return the tensors in the memory of this shape."""
+        if self.memory == "strided":
+            return [x.mT.contiguous().mT for x in (query, key, value)]
+        if self.memory == "expanded":
+            return [query, *(x[:, :1].expand_as(x) for x in (key, value))]
+        return [query, key, value]
+
 
 SHAPES = {
     "square": Shape(),
@@ -59,7 +72,7 @@ RULES: dict[str, Callable[[Shape, torch.Generator], Rule]] = {
     "all": lambda shape, g: Dense(),
     "causal": lambda shape, g: Causal(),
     "window": lambda shape, g: Window(9, 3),
-    "documents": lambda shape, g: Causal() & Documents(_lengths(shape.keys)),
+    "documents": lambda shape, g: Causal() & Documents(shape.documents),
     "padding": lambda shape, g: _padding(shape, g),
     "random": lambda shape, g: _random(shape, g),
     "scale": lambda shape, g: Dense(),
@@ -67,10 +80,6 @@ RULES: dict[str, Callable[[Shape, torch.Generator], Rule]] = {
     "empty": lambda shape, g: _random(shape, g) & (_count(shape.queries)[:, None] % 2 == 1),
     "nan": lambda shape, g: _padding(shape, g),
 }
-
-
-def _lengths(keys: int) -> list[int]:
-    return [keys // 3, keys - keys // 3]
 
 
 def _padding(shape: Shape, g: torch.Generator) -> Tensor:
@@ -143,8 +152,4 @@ def draw(case: Case, start: int) -> tuple[list[Tensor], Tensor, Rule, Tensor]:
     if case.rule == "nan":
         unread = ~pairs[:, : s.key_heads].any(2).unsqueeze(3)
         inputs[1:] = [x.masked_fill(unread, torch.nan) for x in inputs[1:]]
-    if s.memory == "strided":
-        inputs = [x.mT.contiguous().mT for x in inputs]
-    if s.memory == "expanded":
-        inputs[1:] = [x[:, :1].expand_as(x) for x in inputs[1:]]
-    return inputs, grad.to(case.dtype), rule, pairs
+    return s.laid_out(*inputs), grad.to(case.dtype), rule, pairs
